@@ -1,8 +1,11 @@
 """Imports point one way: a room imports itself and the rooms below it."""
 
 import ast
+import json
 import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,8 +23,17 @@ ROOMS = [
 ]  # fmt: skip
 """Lowest first.  Below the core are two rooms; what is above it the core never imports."""
 
-LARGEST_CORE = 20_370
+LARGEST_CORE = 20_440
 """Lines of the core: what must be read to know what a training step does."""
+
+
+MOST_OF_A_STEP = 54
+"""Files that `core.training.step` loads.  What one setting alone needs, such as experts, Muon or a
+mesh, is loaded by the function that reads the setting."""
+
+MOST_WITH_TABLES = 5
+"""Functions that name the index tables of a layout, outside of the rooms that compute with them.
+Elsewhere a layout is one leaf of its weight; see `model.stacks.layouts_by_place`."""
 
 
 def modules() -> dict[str, pathlib.Path]:
@@ -111,6 +123,56 @@ def test_the_core_imports_no_room_but_files_and_hardware():
 def test_the_core_is_small():
     files = (ROOT / PACKAGE / "core").rglob("*.py")
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= LARGEST_CORE
+
+
+def loaded(statement: str) -> set[str]:
+    """Modules of the package that a new process has after a statement."""
+    code = f"{statement}; import json, sys; print(json.dumps([*sys.modules]))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    return {name for name in json.loads(output) if name.partition(".")[0] == PACKAGE}
+
+
+def test_a_step_loads_what_it_needs():
+    step = loaded(f"import {PACKAGE}.core.training.step")
+    assert len(step) <= MOST_OF_A_STEP, "\n".join(sorted(step))
+    names = {name.rpartition(".")[2] for name in step}
+    assert not names & {"experts", "rotary", "muon", "factories", "mesh", "sharding", "chips"}
+
+
+def functions_with(name: str, source: str) -> set[str]:
+    """Functions that have a name, an argument or an attribute of this name in them."""
+    kinds = {ast.Name: "id", ast.arg: "arg", ast.Attribute: "attr"}
+    return {
+        function.name
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if type(node) in kinds and getattr(node, kinds[type(node)]) == name
+    }
+
+
+def test_a_layout_is_a_leaf_and_few_know_its_tables():
+    owners = ("core.ops.", "core.layouts.", "chips.", "experiments.")
+    named = {
+        (module, function)
+        for module, path in modules().items()
+        if not module.startswith(owners)
+        for function in functions_with("tables", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) <= MOST_WITH_TABLES, named
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(tables): pass", {"f"}),
+        ("def f(x): return x.tables()", {"f"}),
+        ("def f():\n    def g(): return tables\n    return g", {"f", "g"}),
+        ("tables = 1\ndef tables_of(x): return {'tables': x}", set()),
+    ],
+)
+def test_functions_with_a_name_are_found(source, found):
+    assert functions_with("tables", source) == found
 
 
 def test_no_module_of_the_core_opens_a_socket():

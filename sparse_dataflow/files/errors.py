@@ -17,8 +17,6 @@ import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from sparse_dataflow.files import extras
-
 HIDDEN = "***"
 
 _HARMLESS = re.compile(
@@ -222,8 +220,11 @@ def in_words(error: Exception) -> str:
 
     A package that is not installed is one of the machine.
     """
-    if isinstance(error, ImportError) and (text := extras.missing(error, "This command")):
-        return text
+    if isinstance(error, ImportError):
+        from sparse_dataflow.files import extras
+
+        if text := extras.missing(error, "This command"):
+            return text
     if is_exhausted(error) and isinstance(error, RuntimeError):
         return f"This process may have no more threads; {advice(error)}"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line(error):

@@ -23,7 +23,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.by_weight import VOCABULARY
+from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import json_files

@@ -34,7 +34,7 @@ from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.by_weight import VOCABULARY
+from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.transitions import change_model

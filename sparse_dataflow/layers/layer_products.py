@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from sparse_dataflow.core.layouts.layout import index_tables
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.block_sparse_matmul.one_product import by_one_product
 from sparse_dataflow.core.weights.gradient_norms import with_dense_gradient
 from sparse_dataflow.core.weights.kind import Weight
 from sparse_dataflow.core.weights.weight import WithDenseGradient
@@ -64,5 +65,22 @@ def by_dot_general(
     options = {} if preferred is None else {"preferred_element_type": preferred}
     product = functools.partial(dot_general, precision=precision, **options)
     stored: Any = weight.base if isinstance(weight, WithDenseGradient) else weight
-    y = by_one_product(product, x, stored.values, stored.layout)
+    tables, values = index_tables(stored.layout), stored.values
+    (in_blocks, out_blocks), fan_in, block = (
+        tables.grid,
+        tables.in_index.shape[-1],
+        values.shape[-1],
+    )
+    if len(values) == in_blocks * out_blocks:
+        kernel = values.reshape(out_blocks, in_blocks, block, block).transpose(1, 2, 0, 3)
+        kernel = kernel.reshape(in_blocks * block, -1)
+        y = product(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    else:
+        is_stored = jnp.asarray(tables.in_slot >= 0)
+        weights = jnp.where(is_stored[..., None, None], values[tables.in_slot], 0)
+        rows = x.reshape(-1, in_blocks, block)[:, tables.in_index]
+        rows = jnp.where(is_stored[..., None], rows, 0).reshape(-1, out_blocks, fan_in * block)
+        weights = weights.reshape(out_blocks, fan_in * block, block)
+        y = product(rows, weights, (((2,), (1,)), ((1,), (0,))))
+        y = y.swapaxes(0, 1).reshape(*x.shape[:-1], out_blocks * block)
     return with_dense_gradient(y, x, weight.zeros) if weight is not stored else y

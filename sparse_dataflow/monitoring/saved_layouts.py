@@ -8,8 +8,9 @@ from pathlib import Path
 from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.training.phases import Variant
-from sparse_dataflow.core.training.saved_state import read_layouts
+from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.training.phases import Variant, phase_before
+from sparse_dataflow.core.training.saved_state import SavedProgress
 
 Layouts = Mapping[str, Sequence[BlockLayout]]
 """Projection -> layout of each layer; a projection that stores every block has none."""
@@ -65,4 +66,13 @@ class LayoutReader:
         return SavedLayouts(steps[-1], self._read(steps[-1]), *self._first)
 
     def _layouts_at(self, step):
-        return read_layouts(self._folder, step, self._variant.phases)
+        planned = self._variant.phases
+        models = []
+
+        def abstract_part(extra):
+            phases = SavedProgress.from_extra(extra, planned).phases
+            models.append(phases[phase_before(phases, step)].model)
+            return {"tables": stacks.layouts_by_name(stacks.stored_layouts(models[0]))}
+
+        (layouts,) = named_arrays.read_part(self._folder, step, abstract_part).values()
+        return stacks.layouts_of(models[0], stacks.layout_tree(models[0], layouts))

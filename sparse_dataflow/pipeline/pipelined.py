@@ -21,6 +21,7 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.executors import compatibility, sharding, whole
 from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors.executor import abstract
 from sparse_dataflow.core.executors.mesh import BATCH_AXES
 from sparse_dataflow.core.executors.sharded import (
     Sharded,
@@ -247,7 +248,7 @@ class Pipelined(Sharded):
         if self._in_order(model):
             return state
         shapes = jax.eval_shape(functools.partial(_moved, self._divisions(model), to_stages), state)
-        return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
+        return jax.tree.map(abstract, shapes, self.shardings(shapes, model))
 
     def place(self, state, model):
         return self._run(to_stages, super().place(state, model), model)

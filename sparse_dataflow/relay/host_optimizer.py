@@ -140,7 +140,7 @@ def update_matrices(
 
     Args:
       matrices: of the weight.
-      scale: of the updates; of the factors of a product, see `by_weight.update_scales`.
+      scale: of the updates; of the factors of a product, see `matrix_leaves.update_scales`.
     """
     for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)

@@ -27,13 +27,13 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim import by_weight
+from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.optim.muon import Matrices
+from sparse_dataflow.core.optim.muon_updates import matrices_like
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
     at_step,
     learning_rate_multipliers,
-    matrices_like,
     rows_left_alone,
     weight_decays,
 )
@@ -89,7 +89,7 @@ def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
     )
 
     def facts(path, multiplier, decay, matrices):
-        has_muon = training.optimizer == "muon" and by_weight.has_muon(path)
+        has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(path)
         return LeafFacts(
             path, multiplier, decay, matrices if has_muon else None, device_dtype(model, path)
         )
@@ -442,7 +442,7 @@ def _leaves(facts, trees, section) -> list[Leaf]:
 
 def _update_scales(masters):
     """Returns {path: `Weight.update_scales`} of a section before its update."""
-    scales = by_weight.update_scales(masters)
+    scales = matrix_leaves.update_scales(masters)
     return {path: float(np.squeeze(s)) for path, s in jax.tree_util.tree_leaves_with_path(scales)}
 
 
@@ -451,7 +451,7 @@ def _updated_rows(path, alone):
     all."""
     if alone is None:
         return None
-    first, count = alone if path[-1].key in by_weight.VOCABULARY else (0, 0)
+    first, count = alone if path[-1].key in matrix_leaves.VOCABULARY else (0, 0)
     return slice(first, first + count)
 
 

@@ -28,6 +28,9 @@ PROJECTION_OUTPUT = "projection_output"
 ATTENTION_OUTPUT = "attention_output"
 """Checkpoint name of attention's output, and of the statistics of its softmax."""
 
+KEYS_VALUES = "gathered_keys_values"
+"""Checkpoint name of keys and values that come from other devices."""
+
 _FORMER = re.compile(r"\bdots\b")
 
 MOST_PATTERN = 8

@@ -18,7 +18,6 @@ import numpy as np
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.arguments import MOST_INTEGER, WHOLE_RANGE
-from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
 Config = TypeVar("Config")
@@ -147,7 +146,7 @@ class Setting:
         else:
             if reason := _not_utf8(text):
                 raise ValueError(reason)
-            value = expanded(addresses.normal(text)) if self.path else text
+            value = expanded(_addresses().normal(text)) if self.path else text
         if reason := self.refusal(value) or self._missing_library(value):
             raise ValueError(reason)
         return value
@@ -216,14 +215,20 @@ class Setting:
             return f"is unknown. Legal: {', '.join(self.choices)}."
         if self.path:
             return next(
-                filter(None, (addresses.refusal(p, self.address) for p in _parts(value))), ""
+                filter(None, (_addresses().refusal(p, self.address) for p in _parts(value))), ""
             )
         return ""
 
     def _missing_library(self, value: Any) -> str:
         if not (self.path and self.address):
             return ""
-        return next(filter(None, map(addresses.missing_library, _parts(value))), "")
+        return next(filter(None, map(_addresses().missing_library, _parts(value))), "")
+
+
+def _addresses():
+    from sparse_dataflow.files import addresses  # Which most settings do not need.
+
+    return addresses
 
 
 def _in_float32(value: float) -> float:

@@ -15,10 +15,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from sparse_dataflow.core.config.remat import KEYS_VALUES
 from sparse_dataflow.core.ops.attention.attention_op import shard_attention
-
-KEYS_VALUES = "gathered_keys_values"
-"""Checkpoint name of gathered keys and values."""
 
 
 def zigzag(tokens: int, shards: int) -> np.ndarray:

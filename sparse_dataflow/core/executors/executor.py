@@ -3,27 +3,32 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.executors import compatibility, whole
-from sparse_dataflow.core.executors.block_gradients import (
-    block_gradient_norms,
-    mask_gradient_norms,
-)
+from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.step_metrics import Metrics
 
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.depth import DepthSchedule
+
+
+def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, with a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+
 
 @dataclasses.dataclass(frozen=True)
 class Executor:
     """Runs a model's sections on devices; the defaults run all of them in one program on one.
+
+    What a step on one device does not need is imported by the method that needs it.
 
     Training states and their layouts are canonical, as on a single device, wherever they are
     saved, changed or inspected. `place` brings a state to where the programs need it, `canonical`
@@ -44,8 +49,10 @@ class Executor:
         return 1
 
     @property
-    def depth(self) -> DepthSchedule:
+    def depth(self) -> "DepthSchedule":
         """Blocks that take part in each step."""
+        from sparse_dataflow.core.config.depth import DepthSchedule
+
         return DepthSchedule()
 
     def describe(self) -> str:
@@ -59,6 +66,8 @@ class Executor:
 
     def check(self, model: ModelConfig, training: Any) -> None:
         """Raises a UserError that names the legal values if this model cannot run."""
+        from sparse_dataflow.core.executors import compatibility
+
         compatibility.refuse_unsupported(self, model, training)
 
     def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
@@ -82,12 +91,16 @@ class Executor:
         self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
+        from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+
         return block_gradient_norms(model, weights, tokens)
 
     def growth_norms(
         self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns the norms of the dense gradient by which stored blocks and masks grow."""
+        from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
+
         norms = self.block_gradient_norms(model, weights, tokens) if weights.has_layouts else {}
         features = self.residual_order(model)
         masks = mask_gradient_norms(self.loss_and_gradients, model, weights, tokens, features)

@@ -22,7 +22,7 @@ from sparse_dataflow.core.executors import (
 )
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.context import Context
-from sparse_dataflow.core.executors.executor import Executor
+from sparse_dataflow.core.executors.executor import Executor, abstract
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.mesh_axes import MOST_SUB_BATCHES, key_value_copies
 from sparse_dataflow.core.executors.mesh_axes import cut_run_length as run_length
@@ -231,7 +231,7 @@ class Sharded(Executor):
         shapes = self._row_shapes(state)
         if shapes is state:
             return state
-        return jax.tree.map(sharding.abstract, shapes, self.shardings(shapes, model))
+        return jax.tree.map(abstract, shapes, self.shardings(shapes, model))
 
     def canonical(self, state, model):
         return self._reordered(self._with_rows(state, model, model.vocab_size), model, cuts.inverse)
@@ -338,11 +338,11 @@ class Sharded(Executor):
 
         def sharded(tree, spec):
             target = NamedSharding(self.mesh, spec)
-            return jax.tree.map(lambda leaf: sharding.abstract(leaf, target), tree)
+            return jax.tree.map(lambda leaf: abstract(leaf, target), tree)
 
         layouts = self._cut_layouts(state.rest, model, changing)
         state = state.without_layouts()
-        placed = jax.tree.map(sharding.abstract, state, self.shardings(state, model))
+        placed = jax.tree.map(abstract, state, self.shardings(state, model))
         placed = self.placed_shapes(placed, model)
         fsdp = self.zero >= sharding.ZERO["gradients"]
         specs = sharding.specs(placed.params, model, self.mesh, fsdp)

@@ -209,11 +209,6 @@ def _axes_spec(parameter_spec, axes):
     return P(*entries)
 
 
-def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, with the sharding `target`."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-
-
 def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     """All-gathers params over STATE_AXES in the compute dtype, inside `shard_map`.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from sparse_dataflow.core.optim.by_weight import weight_axes
+from sparse_dataflow.core.optim.matrix_leaves import weight_axes
 from sparse_dataflow.core.optim.weight_state import UNKNOWN, WEIGHT_AXES, WeightState, names_by_size
 from sparse_dataflow.files.errors import UserError
 

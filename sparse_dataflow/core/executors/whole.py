@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.executors.context import KEYS_VALUES, Context
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
-from sparse_dataflow.core.model.experts import auxiliary_loss
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -28,6 +26,9 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.step_metrics import Metrics
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.executors.context import Context
 
 T = TypeVar("T", jax.Array, np.ndarray)
 
@@ -83,7 +84,7 @@ class Rank:
     gather: Callable[[str, dict, int], dict] | None = None
     collect: Callable[[dict], dict] = lambda gradients: gradients
     sub_batches: int = 1
-    context: Context | None = None
+    context: "Context | None" = None
 
     def local_tokens(self, array: jax.Array) -> jax.Array:
         """Returns the device's tokens of [B, T, ...]."""
@@ -258,7 +259,9 @@ def _layer(config, rank, group, contexts, kind):
         # the forward pass, and barriers against that only end fusions.
         return _checkpointed(run, kind, prevent_cse=dispatch.platform() != "gpu")
     if rank.gather is not None:
-        policy = jax.checkpoint_policies.save_anything_except_these_names(GATHERED, KEYS_VALUES)
+        policy = jax.checkpoint_policies.save_anything_except_these_names(
+            GATHERED, remat.KEYS_VALUES
+        )
         return jax.checkpoint(run, policy=policy)
     return run
 
@@ -562,6 +565,8 @@ def loss_and_gradients(
             traced = dataclasses.replace(weights, params=traced)
             value, metrics = measured_loss(config, traced, part_of_batch, rank, padded)
             if config.experts:
+                from sparse_dataflow.core.model.experts import auxiliary_loss
+
                 value += auxiliary_loss(config, metrics) / (routed * rank.shard.devices)
             return value, metrics
 

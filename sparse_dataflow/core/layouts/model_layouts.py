@@ -7,7 +7,6 @@ import math
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL, LinearSpec
-from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.layouts.layout import BlockLayout, Groups
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.files.errors import UserError
@@ -75,6 +74,8 @@ def expert_layout(config: ModelConfig, projection: str) -> BlockLayout:
     layouts = [projection_layout(config, projection, layer) for layer in range(config.num_layers)]
     groups: set[Groups | None] = {layout.groups for layout in layouts}
     if None in groups or len(groups) > 1:
+        from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
+
         raise UserError(
             f"The experts of {projection} have layouts of the pattern "
             f"{config.linear(projection).pattern}, whose blocks are not equal groups, the same in "

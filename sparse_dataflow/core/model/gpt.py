@@ -62,10 +62,8 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import scales
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
-from sparse_dataflow.core.model.experts import Experts, auxiliary_loss, with_loss
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import arrays
-from sparse_dataflow.core.model.rotary import rotate
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -145,6 +143,8 @@ class Block(Mlp):
         self.add(config, (name for name in config.projections if name not in MLP), rngs)
         self._add_norms(config, ("norm2",), rngs)
         if config.experts:
+            from sparse_dataflow.core.model.experts import Experts
+
             self.experts = Experts(config, rngs=rngs)
         else:
             super().__init__(config, rngs=rngs)
@@ -188,6 +188,8 @@ class Block(Mlp):
         if config.qk_norm:
             q, k = map(self.normed_heads, config.qk_norms, (q, k), (shard, shard))
         if config.positions == "rotary":
+            from sparse_dataflow.core.model.rotary import rotate
+
             q, k = (rotate(config, heads, context.positions) for heads in (q, k))
         if self.query_scale != 1:
             q *= self.query_scale
@@ -418,6 +420,8 @@ def trained_block(
     """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too."""
     x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, context, shard)
     if config.experts:
+        from sparse_dataflow.core.model.experts import auxiliary_loss, with_loss
+
         share = context.routed * shard.devices
         x_BxTxD = with_loss(x_BxTxD, auxiliary_loss(config, metrics) / share)
     return x_BxTxD, metrics

@@ -10,8 +10,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.model.projection import draw
 from sparse_dataflow.core.ops.activation import activation
-from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
-from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.weight import Linear, named_output
 
@@ -39,6 +37,10 @@ class Mlp(nnx.Module):
             if shard.feature_axis is None and (y := self._fused(x_BxTxD)) is not None:
                 return self.mlp_out.plus_bias(shard.reduce(y))
             if not self.config.gated_mlp and self.mlp_in.bias is not None:
+                from sparse_dataflow.core.ops.bias_activation.bias_activation_op import (
+                    bias_activation,
+                )
+
                 hidden = named_output(self.mlp_in.product(x_BxTxD, shard.reduce_features))
                 hidden = bias_activation(hidden, self.mlp_in.bias, self.config.activation)
                 return self.mlp_out(shard.gather_features(hidden), shard.reduce)
@@ -57,6 +59,8 @@ class Mlp(nnx.Module):
         weights = [getattr(self, name).weight for name in config.projections if name in MLP]
         if not config.has_fused_mlp or {type(w) for w in weights} != {BlockSparse}:
             return None
+        from sparse_dataflow.core.ops.sparse_mlp.mlp_op import gated_sparse_mlp, sparse_mlp
+
         values = [weight.values.astype(x_BxTxD.dtype) for weight in weights]
         layouts = [weight.layout for weight in weights]
         if config.gated_mlp:

@@ -12,7 +12,6 @@ from flax import nnx
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS
-from sparse_dataflow.core.layouts.model_layouts import projection_layout
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.weights.kind import LAYOUT, TERMS, Weight, stored_form
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
@@ -126,7 +125,11 @@ def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -
     """
     spec = config.linear(projection)
     sides = config.projection_shape(projection)
-    layout = projection_layout(config, projection, layer=0) if spec.weight.stores_blocks else None
+    layout = None
+    if spec.weight.stores_blocks:
+        from sparse_dataflow.core.layouts.model_layouts import projection_layout
+
+        layout = projection_layout(config, projection, layer=0)
     draw_normal = functools.partial(normal, rngs)
     parameters = spec.weight.draw(spec, sides, gain, draw_normal, layout)
     if projection in config.biases:

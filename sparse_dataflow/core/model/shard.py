@@ -11,7 +11,6 @@ from jax import lax
 
 from sparse_dataflow.core.config.projections import KEY_NORMS, KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
-from sparse_dataflow.core.ops.residual_norm import residual_norm_op
 from sparse_dataflow.core.weights.kind import BIAS, LEAVES
 
 
@@ -185,6 +184,8 @@ class Shard:
         """
         if self.feature_axis is not None:
             return None
+        from sparse_dataflow.core.ops.residual_norm import residual_norm_op
+
         shift = getattr(norm, "bias", None)
         assert norm.scale is not None
         parameters = norm.scale[...], None if shift is None else shift[...]

@@ -16,7 +16,6 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
-from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import (
     BlockLayout,
     FixedTables,
@@ -29,7 +28,6 @@ from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.partition import part
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.weights.kind import LAYOUT, leaf_of
-from sparse_dataflow.core.weights.texts import array_text
 
 Layouts = dict[str, list[BlockLayout]]
 """Block-sparse projection -> its layout in each layer."""
@@ -45,7 +43,10 @@ def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> Any:
     Args:
       layouts: of all layers; those of `model_layouts` if None.
     """
-    layouts = model_layouts.layouts(model) if layouts is None else layouts
+    if layouts is None:
+        from sparse_dataflow.core.layouts import model_layouts
+
+        layouts = model_layouts.layouts(model)
     stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
     ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))
     runs = itertools.pairwise([0, *ends])
@@ -115,11 +116,11 @@ def layouts_by_name(tree: Any) -> Any:
     Args:
       tree: like the params, or like those of a layer.
     """
-    by_place = layouts_by_place(tree)
+    placed = layouts_by_place(tree)
     groups = split_groups(tree["blocks"] if "blocks" in tree else tree)
     return join_groups(
         [
-            {name: by_place[i, name] for name in PROJECTIONS if (i, name) in by_place}
+            {name: placed[place] for name in PROJECTIONS if (place := Place(i, name)) in placed}
             for i in range(max(1, len(groups)))
         ]
     )
@@ -221,6 +222,8 @@ class ModelWeights:
     rest: Any = ()
 
     def __repr__(self):
+        from sparse_dataflow.core.weights.texts import array_text
+
         lines = ["ModelWeights("]
         arrays, layouts = split_layouts(self.merged)[0], layouts_by_place(self.merged)
         for path, array in jax.tree_util.tree_leaves_with_path(arrays):
@@ -229,7 +232,8 @@ class ModelWeights:
             # A map over the weights may have put anything in place of the arrays.
             if layout and np.ndim(array) > 2 and np.ndim(layout.in_index) > 1:
                 *_, stored, block, _ = array.shape
-                text += f": {blocks_text(*layout.grid[-2:], stored, block)}"
+                ins, outs = layout.grid[-2:]
+                text += f": {blocks_text(ins, outs, stored, block)}"
             lines.append(text)
         return "\n".join([*lines, ")"])
 

@@ -5,28 +5,24 @@ multiplier for each parameter, about AdamW, Muon or an optimizer of `factories`.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
-from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.adapters import merged
-from sparse_dataflow.core.model.stacks import (
-    ModelWeights,
-    layout_of_leaf,
-    layouts_by_place,
-    split_layouts,
-)
-from sparse_dataflow.core.optim import by_weight, muon
+from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
+from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER, TERMS
 from sparse_dataflow.core.weights.low_rank import PlusLowRank
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.training import TrainingConfig
 
 SPARSE_RATE_DENSITY = 1 / 8
 """Density at which `TrainingConfig.sparse_rate` is the full learning-rate multiplier."""
@@ -37,7 +33,7 @@ optimizer; docs/quality.md compares others."""
 
 
 @functools.cache
-def learning_rate_schedule(training: TrainingConfig) -> Callable[[float], float]:
+def learning_rate_schedule(training: "TrainingConfig") -> Callable[[float], float]:
     """Returns step (from 0) -> learning rate: linear warm-up, then `training.schedule`."""
     warmup = training.warmup_stop
     peak = training.learning_rate
@@ -60,7 +56,7 @@ def learning_rate_schedule(training: TrainingConfig) -> Callable[[float], float]
 
 
 def make_optimizer(
-    model: ModelConfig, training: TrainingConfig, mesh: Mesh | AbstractMesh | None = None
+    model: ModelConfig, training: "TrainingConfig", mesh: Mesh | AbstractMesh | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Returns clipping, the optimizer, decoupled weight decay and per-parameter multipliers.
 
@@ -103,6 +99,7 @@ def make_optimizer(
 
 def _by_weight(model, training):
     """Returns the optimizer that updates each weight by itself, with its rate and decay."""
+    from sparse_dataflow.core.optim import by_weight
 
     def init(params):
         return by_weight.WeightStates(by_weight.init(training, params))
@@ -130,13 +127,13 @@ class NewRowsState(NamedTuple):
     left: Any
 
 
-def with_steps_left(training: TrainingConfig, moments: Any, step: int = 0) -> Any:
+def with_steps_left(training: "TrainingConfig", moments: Any, step: int = 0) -> Any:
     """Returns an optimizer state whose `NewRowsState` is the one after `step` steps of the run."""
     left = np.asarray(max(0, training.new_rows_steps - step), np.int32)
     return tuple(NewRowsState(left) if isinstance(e, NewRowsState) else e for e in moments)
 
 
-def rows_left_alone(training: TrainingConfig, moments: Any) -> tuple[int, ...] | None:
+def rows_left_alone(training: "TrainingConfig", moments: Any) -> tuple[int, ...] | None:
     """Returns (first row, number of rows) of the only rows that the next step updates; None if it
     updates all.
 
@@ -160,7 +157,7 @@ def _new_rows_alone(updates, rows, alone):
 
     def masked(path, update):
         updated = jnp.zeros((), bool)
-        if path[-1].key in by_weight.VOCABULARY:
+        if path[-1].key in matrix_leaves.VOCABULARY:
             row = jnp.arange(update.shape[0]).reshape(-1, *[1] * (update.ndim - 1))
             updated = (first <= row) & (row < first + count)
         return jnp.where(updated | ~alone, update, 0)
@@ -178,7 +175,9 @@ def _moments(training, mesh):
     dtype = jnp.dtype(training.state_dtype)
     adam = optax.scale_by_adam(b1=training.b1, b2=training.b2, eps=training.epsilon)
     has_muon = training.optimizer == "muon"
-    others = by_weight.without_muon if has_muon else lambda tree: tree
+    others = matrix_leaves.without_muon if has_muon else lambda tree: tree
+    if has_muon:
+        from sparse_dataflow.core.optim import muon, muon_updates
 
     def rounded(state):
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
@@ -190,7 +189,7 @@ def _moments(training, mesh):
             return rest
         leaves = iter(jax.tree.leaves(rest))
         return jax.tree_util.tree_map_with_path(
-            lambda path, *x: function(path, *x) if by_weight.has_muon(path) else next(leaves),
+            lambda path, *x: function(*x) if matrix_leaves.has_muon(path) else next(leaves),
             *trees,
         )
 
@@ -203,54 +202,18 @@ def _moments(training, mesh):
         mu, rest = widen(state.mu, gradients), others(gradients)
         small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
         updates, small = adam.update(rest, small, params)
-        mu = with_matrices(lambda _, *x: muon.with_gradient(*x), small.mu, mu, gradients)
+        mu = with_matrices(lambda *x: muon.with_gradient(*x), small.mu, mu, gradients)
 
-        def move(_, momentum, gradient, matrices):
-            return _matrix_updates(momentum, gradient, small.count, mesh, matrices)
+        def move(momentum, gradient, matrices):
+            return muon_updates.matrix_updates(momentum, gradient, small.count, mesh, matrices)
 
-        updates = with_matrices(move, updates, mu, gradients, matrices_like(gradients, weights))
         if has_muon:
-            updates = by_weight.scaled(updates, by_weight.update_scales(params))
+            matrices = muon_updates.matrices_like(gradients, weights)
+            updates = with_matrices(move, updates, mu, gradients, matrices)
+            updates = matrix_leaves.scaled(updates, matrix_leaves.update_scales(params))
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _matrix_updates(momentum, gradient, number, mesh, matrices):
-    """Returns `muon.update` of stacked layers.
-
-    One layer follows another, so that temporaries are those of one layer, unless stages shard the
-    layers.  Blocks or groups that are themselves sharded, because no axis divides their number, are
-    gathered once; the products would gather them in every Newton-Schulz step.
-    """
-
-    stacked = momentum.ndim > 3
-
-    def whole(tree):
-        if mesh is None or not stacked:
-            return tree
-        batch = (P.UNCONSTRAINED,) * (jax.tree.leaves(tree)[0].ndim - 2)
-        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P(*batch, None, None)))
-
-    def update(stacks):
-        layer, layer_gradient = whole(jax.tree.map(matrices.join, stacks))
-        return matrices.split(whole(muon.update(layer, layer_gradient, number)))
-
-    if mesh is not None and mesh.shape["stage"] > 1:
-        return update((momentum, gradient))
-    return jax.lax.map(update, (momentum, gradient))
-
-
-def matrices_like(params: Any, weights: ModelWeights | None) -> Any:
-    """Returns the matrices of each array of a tree like the params; see `muon.matrices_of`.
-
-    Args:
-      weights: for their layouts; None without any.
-    """
-    layouts = {} if weights is None else layouts_by_place(weights.merged)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: muon.matrices_of(leaf.shape, layout_of_leaf(path, layouts)), params
-    )
 
 
 def adam_state(moments: optax.OptState) -> Any:
@@ -275,6 +238,8 @@ def map_moments(
         of each weight, a tuple of arrays for each leaf.
       second: the same for the second moments, which Muon's matrices lack; `function` if None.
     """
+    from sparse_dataflow.core.optim import by_weight
+
     second = second or function
 
     def mapped(entry):
@@ -289,12 +254,12 @@ def map_moments(
 
 def decay_mask(params: dict, decayed: str = "matrices") -> dict:
     """Returns True for each leaf with weight decay; see `TrainingConfig.decayed`."""
-    tests = {"matrices": by_weight.is_matrix, "projections": by_weight.is_linear_matrix}
+    tests = {"matrices": matrix_leaves.is_matrix, "projections": matrix_leaves.is_linear_matrix}
     decays = tests.get(decayed, lambda path: True)
     return jax.tree_util.tree_map_with_path(lambda path, _: decays(path), params)
 
 
-def weight_decays(training: TrainingConfig, params: dict) -> dict:
+def weight_decays(training: "TrainingConfig", params: dict) -> dict:
     """Returns the decoupled weight decay of each leaf; 0 for none."""
     mask = decay_mask(params, training.decayed)
     return jax.tree.map(lambda decays: training.weight_decay if decays else 0.0, mask)
@@ -302,7 +267,7 @@ def weight_decays(training: TrainingConfig, params: dict) -> dict:
 
 def learning_rate_multipliers(
     model: ModelConfig,
-    training: TrainingConfig,
+    training: "TrainingConfig",
     params: dict,
     weights: ModelWeights | None = None,
 ) -> dict:
@@ -333,16 +298,16 @@ def learning_rate_multipliers(
       weights: for their layouts, see `make_optimizer`; None without any.
     """
 
-    def multiplier(path, matrices):
+    def multiplier(path, leaf):
         name = path[-1].key
-        if not by_weight.is_linear_matrix(path):
+        if not matrix_leaves.is_linear_matrix(path):
             return training.vector_rate
         projection = path[-2].key
         spec, sides = DENSE, (model.d_model, 0)
         if name != ROUTER:
             spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
             sides = model.projection_shape(projection)
-        has_muon = training.optimizer == "muon" and by_weight.has_muon(path)
+        has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(path)
         density = spec.weight.read_share(name, spec, sides, has_muon)
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
@@ -351,11 +316,16 @@ def learning_rate_multipliers(
         if model.supar and share is not None:
             rate *= SUPAR_WIDTH / (model.d_model * share)
             if has_muon:
-                share = spec.weight.muon_inputs(matrices.shape, sides) / sides[0]
+                # Muon's leaves are the matrices.
+                share = spec.weight.muon_inputs(leaf.shape, sides) / sides[0]
                 rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
         return rate
 
-    return jax.tree_util.tree_map_with_path(multiplier, matrices_like(params, weights))
+    if training.optimizer == "muon":
+        from sparse_dataflow.core.optim.muon_updates import matrices_like
+
+        params = matrices_like(params, weights)
+    return jax.tree_util.tree_map_with_path(multiplier, params)
 
 
 class TrainState(NamedTuple):

@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -250,24 +248,3 @@ def abstract_saved_state(
     state = abstract_state(model, training, executor)
     state = state._replace(rest=stacks.with_layouts(model, state.rest))
     return SavedState.of(state, has_base=bool(training.adapter_rank))
-
-
-def read_layouts(folder: Path, step: int, planned: Sequence[Phase]) -> stacks.Layouts:
-    """Reads the layouts of a checkpoint, and nothing else.
-
-    Args:
-      folder: of the checkpoints.
-      planned: the phases of the training as planned.
-
-    Raises:
-      UserError: the checkpoint is damaged, or was deleted meanwhile.
-    """
-    models = []
-
-    def saved_layouts(extra):
-        phases = SavedProgress.from_extra(extra, tuple(planned)).phases
-        models.append(phases[phase_before(phases, step)].model)
-        return {"tables": stacks.layouts_by_name(stacks.stored_layouts(models[0]))}
-
-    (layouts,) = named_arrays.read_part(folder, step, saved_layouts).values()
-    return stacks.layouts_of(models[0], stacks.layout_tree(models[0], layouts))

@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import sharding
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.core.executors.executor import (
+    SINGLE_DEVICE,
+    Executor,
+    MultiProgramExecutor,
+    abstract,
+)
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import trained_and_rest
@@ -27,9 +30,12 @@ from sparse_dataflow.core.optim.optimizers import (
 )
 from sparse_dataflow.core.step_metrics import Norm, StepReport
 
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.training import TrainingConfig
+
 
 def initial_state(
-    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
+    model: ModelConfig, training: "TrainingConfig", executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
     """Returns parameters drawn from the training seed, zero moments and the model's layouts.
 
@@ -45,7 +51,7 @@ def initial_state(
 
 
 def abstract_state(
-    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
+    model: ModelConfig, training: "TrainingConfig", executor: Executor = SINGLE_DEVICE
 ) -> TrainState:
     """Returns shapes, dtypes and shardings of `initial_state`, without layouts."""
     if isinstance(executor, MultiProgramExecutor):
@@ -54,7 +60,7 @@ def abstract_state(
     shardings = executor.shardings(shapes, model)
     if shardings is None:
         return shapes
-    return jax.tree.map(sharding.abstract, shapes, shardings)
+    return jax.tree.map(abstract, shapes, shardings)
 
 
 @functools.cache
@@ -75,7 +81,7 @@ def _draw(model, training, executor):
 
 
 def make_train_step(
-    model: ModelConfig, training: TrainingConfig, executor: Executor = SINGLE_DEVICE
+    model: ModelConfig, training: "TrainingConfig", executor: Executor = SINGLE_DEVICE
 ) -> Callable:
     """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
@@ -137,7 +143,7 @@ def make_train_step(
 
 
 def jitted_train_step(
-    model: ModelConfig, training: TrainingConfig, executor: Executor, shapes: TrainState
+    model: ModelConfig, training: "TrainingConfig", executor: Executor, shapes: TrainState
 ) -> jax.stages.Wrapped:
     """Returns `make_train_step` jitted, with what is not trained apart: (state without its rest,
     the rest, tokens, ...) -> (state without its rest, StepReport).

@@ -75,9 +75,9 @@ class BlockSparse(Weight):
 
     def expert_products(self, x, tiles):
         """See `Weight`; each group of inputs of a layout of equal groups times its weight."""
-        from sparse_dataflow.core.ops.expert_matmul.grouped_experts import expert_products
+        from sparse_dataflow.core.ops.expert_matmul.expert_matmul_op import grouped_products
 
-        return expert_products(x, self.values.astype(x.dtype), self.layout, tiles)
+        return grouped_products(x, self.values.astype(x.dtype), self.layout, tiles)
 
     def dense(self):
         import jax.numpy as jnp

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from sparse_dataflow.core.config.projections import KIND_NAMES, KINDS, PATTERN_NAMES, LinearSpec
-from sparse_dataflow.core.weights.texts import text_of
 from sparse_dataflow.files.errors import UserError
 
 MATRIX, VECTOR, SCALE, NUMBER, TABLE = "matrix", "vector", "scale", "number", "table"
@@ -136,6 +135,8 @@ class Weight:
         raise NotImplementedError
 
     def __repr__(self):
+        from sparse_dataflow.core.weights.texts import text_of
+
         return text_of(self)
 
     @property

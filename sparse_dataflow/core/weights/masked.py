@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
-from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
@@ -84,6 +83,8 @@ class Masked(Weight):
 
     @classmethod
     def row_width(cls, spec):
+        from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
+
         width = math.gcd(spec.block_sides[1], max(ROW_WIDTHS))
         return width if width in ROW_WIDTHS else 0
 

@@ -15,7 +15,7 @@ Parameters are cast to the dtype of x.  In shapes, ... are the axes of a stack.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,12 @@ from sparse_dataflow.core.config.projections import KINDS, PRECISIONS
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import BlockLayout, FixedTables
 from sparse_dataflow.core.ops.derivatives import broadcast_like
-from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights import kinds
-from sparse_dataflow.core.weights.gradient_norms import (
-    SumCopies,
-    with_dense_gradient,
-    with_gradient_norms,
-)
 from sparse_dataflow.core.weights.kind import METADATA, ON_REGISTER, Weight
-from sparse_dataflow.core.weights.texts import text_of
 from sparse_dataflow.core.weights.wrapper import Wrapper
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.weights.gradient_norms import SumCopies
 
 jax.tree_util.register_static(BlockLayout)
 jax.tree_util.register_static(FixedTables)
@@ -66,14 +62,19 @@ class Hadamard(Wrapper):
     width: int = dataclasses.field(metadata=METADATA)
 
     def __rmatmul__(self, x):
-        return hadamard(x, self.width) @ self.base
+        return self._transformed(x) @ self.base
 
     def expert_products(self, x, tiles):
-        return self.base.expert_products(hadamard(x, self.width), tiles)
+        return self.base.expert_products(self._transformed(x), tiles)
 
     def dense(self):
         """See `Weight`; the transform is symmetric."""
-        return hadamard(self.base.dense().swapaxes(-1, -2), self.width).swapaxes(-1, -2)
+        return self._transformed(self.base.dense().swapaxes(-1, -2)).swapaxes(-1, -2)
+
+    def _transformed(self, x):
+        from sparse_dataflow.core.ops.hadamard.transform import hadamard
+
+        return hadamard(x, self.width)
 
 
 @jax.tree_util.register_dataclass
@@ -110,13 +111,15 @@ class Probed(Wrapper):
     base: Weight
     norms: Any
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata=METADATA)
-    sum_copies: SumCopies | None = dataclasses.field(default=None, metadata=METADATA)
+    sum_copies: "SumCopies | None" = dataclasses.field(default=None, metadata=METADATA)
 
     def around(self, base):
         """See `Wrapper`; quantised products are measured without their rounding."""
         return super().around(dataclasses.replace(base, precision=PRECISIONS[0]))
 
     def __rmatmul__(self, x):
+        from sparse_dataflow.core.weights.gradient_norms import with_gradient_norms
+
         return with_gradient_norms(x @ self.base, x, self.norms, self.axes, self.sum_copies)
 
 
@@ -134,6 +137,8 @@ class WithDenseGradient(Wrapper):
     zeros: Any
 
     def __rmatmul__(self, x):
+        from sparse_dataflow.core.weights.gradient_norms import with_dense_gradient
+
         return with_dense_gradient(x @ self.base, x, self.zeros)
 
 
@@ -155,6 +160,8 @@ class Linear:
     bias: Any = None
 
     def __repr__(self):
+        from sparse_dataflow.core.weights.texts import text_of
+
         return text_of(self)
 
     def __call__(

@@ -19,8 +19,8 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
-from sparse_dataflow.core.optim import by_weight, muon
-from sparse_dataflow.core.optim.optimizers import matrices_like
+from sparse_dataflow.core.optim import matrix_leaves, muon
+from sparse_dataflow.core.optim.muon_updates import matrices_like
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Phase, phases_flops, token_flops
 from sparse_dataflow.files.errors import UserError
@@ -47,7 +47,7 @@ def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
             jax.tree.leaves(matrices_like(params, ModelWeights(params, tables))),
             strict=True,
         )
-        if by_weight.has_muon(path)
+        if matrix_leaves.has_muon(path)
     ]
     joined = [jax.eval_shape(matrices.join, leaf) for leaf, matrices in stacks]
     program = jax.jit(lambda stacks: jax.tree.map(muon.orthogonalize, stacks)).lower(joined)

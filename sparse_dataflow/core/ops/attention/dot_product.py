@@ -23,7 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.core.config.attention_settings import DENSE_TOKENS
 from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
 from sparse_dataflow.core.ops import dispatch
-from sparse_dataflow.hardware.chips import GIB
 
 CHUNK = 512
 """Most queries, and most keys, of a chunk."""
@@ -224,7 +223,7 @@ def _product(formula, left, right):
     return jnp.einsum(formula, left, right, preferred_element_type=wide)
 
 
-MASK_BYTES = GIB
+MASK_BYTES = 2**30
 """Most bytes of cuDNN's mask of documents."""
 
 
@@ -313,8 +312,8 @@ def cudnn_refusal(
     size = batch * tokens**2 * query.dtype.itemsize
     if documents is not None and size > MASK_BYTES:
         return (
-            f"cuDNN's mask of documents has {size / GIB:.1f} GiB for {batch} x {tokens} tokens; "
-            f"legal: {MASK_BYTES / GIB:.0f} GiB."
+            f"cuDNN's mask of documents has {size / 2**30:.1f} GiB for {batch} x {tokens} tokens; "
+            f"legal: {MASK_BYTES / 2**30:.0f} GiB."
         )
     operands = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (query, key)]
     marks = None if documents is None else jax.ShapeDtypeStruct(documents.shape, documents.dtype)
