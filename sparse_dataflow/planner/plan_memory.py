@@ -116,7 +116,7 @@ def run_bytes(
     if not adapters:
         return estimate
     share = _shard_share(config, plan, 3) / plan.layer_chips
-    trained = memory.adapter_count(config)
+    trained = memory.term_count(config)
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
@@ -126,7 +126,7 @@ def run_bytes(
     copied = config
     if plan.remat != "none":
         copied = memory.single_layer(dataclasses.replace(config, remat=plan.remat))
-    narrow = memory.adapter_count(copied) * (compute != memory.MASTER_BYTES)
+    narrow = memory.term_count(copied) * (compute != memory.MASTER_BYTES)
     return dataclasses.replace(
         estimate,
         parameters=trained * memory.MASTER_BYTES + memory.frozen_bytes(config) * share,
@@ -188,17 +188,11 @@ def _stage_vectors(config, plan):
         for name in column
         if name in config.biases
     )
-    matrices = cost.embeddings(config) + memory.matrix_count(config) + _low_rank_weights(config)
+    matrices = cost.embeddings(config) + memory.matrix_count(config) + memory.term_count(config)
     vectors = (cost.parameter_count(config) - matrices) / config.num_layers
     layers = plan.stage_layers(config)
     one = layers * (vectors - wide + wide / np.asarray(plan.tensor))
     return layers * vectors / plan.layer_chips, one
-
-
-def _low_rank_weights(config):
-    ranks = {name: config.linear(name).rank for name in config.projections}
-    block = sum(rank * sum(config.projection_shape(name)) for name, rank in ranks.items())
-    return config.stored_layers * block
 
 
 def gathered_residual(config: ModelConfig, plan: ParallelPlan):
