@@ -19,6 +19,8 @@ from sparse_dataflow.core.executors.compatibility import (
     Option,
     ResolvedRun,
 )
+from sparse_dataflow.core.layouts.evolution import METHODS
+from sparse_dataflow.core.weights import kinds  # noqa: F401 - KINDS has them all.
 from sparse_dataflow.runs import evolution_rows
 from sparse_dataflow.runs.parallel import ParallelConfig
 
@@ -108,21 +110,25 @@ TEACHER = _used("training.teacher", lambda c: c.training.teacher, training__teac
 def _lacking(ability: str) -> Option:
     """Returns the option of a pattern whose kind of weight does not offer an ability."""
 
+    def lacks(pattern):
+        return pattern in KINDS and ability not in KINDS[pattern].offers
+
     def used(run):
         pattern = run.config and run.config.sparsity.projections and run.config.sparsity.pattern
-        return (
-            pattern in KINDS
-            and ability not in KINDS[pattern].offers
-            and (f"sparsity.pattern={pattern}")
-        )
+        return lacks(pattern) and f"sparsity.pattern={pattern}"
 
-    return Option("sparsity.pattern=low_rank", used, {"sparsity.pattern": "low_rank"})
+    patterns = [name for name, kind in KINDS.items() if kind.is_pattern and lacks(name)]
+    words = f"sparsity.pattern={' or '.join(patterns)}"
+    return Option(words, used, {"sparsity.pattern": patterns[0]})
 
+
+ADDING = [name for name, method in METHODS.items() if method.adds_term]
+"""Methods of evolution that add a term."""
 
 TAIL = _used(
-    "evolution.method=low_rank_tail",
-    _method("low_rank_tail"),
-    evolution__method="low_rank_tail",
+    f"evolution.method={' or '.join(ADDING)}",
+    lambda config: METHODS[config.evolution.method].adds_term,
+    evolution__method=ADDING[0],
     sparsity__rank=2,
 )
 SHARED = _used(
