@@ -254,6 +254,9 @@ def _change_projection(
 ):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
+    if (before.weight, before.density) != (after.weight, after.density):
+        for spec in (before, after):
+            spec.weight.require("evolution", f"{place.name}: a change of what is stored")
     if after.weight.has_mask:
         assert not before.weight.stores_blocks  # `_refuse_mismatch` and phases have none.
         if (before.weight, before.density) != (after.weight, after.density):
