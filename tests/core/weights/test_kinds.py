@@ -230,9 +230,9 @@ def test_a_model_does_not_turn_into_a_kind_that_has_no_way_there(before, after):
 TERMED = sorted(key for key in KEYS if "rank" in KINDS[key].offers)
 
 
-@pytest.mark.parametrize("key", TERMED)
+@pytest.mark.parametrize("key", some(TERMED, "kronecker"))
 def test_an_added_term_goes_with_each_kind_that_offers_one(key):
-    """It is counted, drawn, trained under adapters alone, and part of the dense form."""
+    """It is counted, drawn, all that adapters train, and part of the dense form."""
     base = MODEL.with_linears(spec_of(key))
     model = with_adapters(base, rank=3)
     params, _ = without_tables(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
@@ -246,13 +246,8 @@ def test_an_added_term_goes_with_each_kind_that_offers_one(key):
     state = initial_state(model, training)
     names = {p[-1].key for p, _ in jax.tree_util.tree_leaves_with_path(state.params)}
     assert names == {"a_kernel", "b_kernel"}
-    tokens = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
-    step = jax.jit(make_train_step(model, training))
-    losses = []
-    for _ in range(4):
-        state, report = step(state, tokens, 1e-2)
-        losses.append(float(report.loss))
-    assert losses[-1] < losses[0]
+    state = state._replace(params=jax.tree.map(lambda leaf: leaf + 0.1, state.params))
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 9), np.int32)
     dense, params = dense_form(model, state.weights)
     expected = whole.logits(model, state.weights, tokens)
     actual = whole.logits(dense, weights_of(params, {}), tokens)
