@@ -99,11 +99,6 @@ def _method(name):
 DIR = {"run__init_from": "DIR"}
 STORED = {"run__init_from": "DIR", "training__adapter_rank": 2}
 
-LIKE_BLOCKS = _used(
-    "parallel.executor=relay or pipeline",
-    lambda config: config.parallel.executor in ("relay", "pipeline"),
-    parallel__executor="relay",
-)
 TEACHER = _used("training.teacher", lambda c: c.training.teacher, training__teacher="DIR")
 
 
@@ -201,12 +196,6 @@ LEGAL = "legal with it:"
 EVERY_OTHER = f"{LEGAL} every other value"
 
 SETTINGS = (
-    Conflict(
-        _other("parallel.memory_limit", _one_of(""), "1GiB"),
-        (LIKE_BLOCKS, STAGE, RELAY),
-        "whose blocks are all treated alike",
-        f"{LEGAL} none, or a mesh without stages",
-    ),
     Conflict(
         _other("model.logit_cap", _one_of(0), 30.0),
         (TEACHER,),
@@ -328,12 +317,6 @@ PARALLEL = (
         (RELAY,),
         "which keeps all experts of a layer on every device",
         "legal: parallel.experts=gather, or another executor",
-    ),
-    Conflict(
-        _other("parallel.sub_batches", _one_of(1), 2),
-        (STAGE, RELAY),
-        "whose blocks take a micro-batch as a whole",
-        "legal: 1, or --executor=whole",
     ),
     Conflict(
         NO_STAGE,

@@ -178,7 +178,7 @@ def executor(text, model):
     layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
     stages = mesh.shape["stage"], int(chunks)
     division = Division(*stages, layers) if layers else divide(model.num_layers, *stages)
-    return Pipelined(mesh, zero, exchange, division=division, schedule=schedule), int(micro)
+    return Pipelined(mesh, zero, exchange, parts, division=division, schedule=schedule), int(micro)
 
 
 OPTIONS = {
