@@ -17,6 +17,7 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.compatibility import RELAY, STAGE
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.executors.mesh_axes import parse_mesh
 from sparse_dataflow.core.messages import say
@@ -249,7 +250,7 @@ def settled_remat(config: RunConfig, chip: Chip, executor: Executor) -> RunConfi
       UserError: no plan is within the limit, or the chip has no known rates.
     """
     limit = config.parallel.memory_limit_bytes
-    if limit is None or not chooses_each_block(config.parallel, executor.devices):
+    if limit is None or {STAGE.words, RELAY.words} & set(executor.parallelisms):
         return config
     models = variants(config)
     devices.check(executor, config, models)
