@@ -162,8 +162,8 @@ class Pipelined(Sharded):
             measured = {**work.params, "blocks": join_groups(norms)}
             rest = merged(work.params["blocks"], work.rest)
             work = work._replace(rest=rest, params=measured)
-            norms = split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
-            return self._of_whole_blocks(norms)
+            strips = split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
+            return self._of_whole_blocks(strips)
 
         in_specs = STAGED, specs, P(axes or None)
         groups = split_groups(tables_by_name(weights.rest))
