@@ -12,8 +12,7 @@ from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights.dense import Dense
-from sparse_dataflow.core.weights.kind import LAYOUT, TERMS, stored_form
-from sparse_dataflow.core.weights.low_rank import PlusLowRank
+from sparse_dataflow.core.weights.kind import LAYOUT, stored_form, with_term
 
 QKV = ("q", "k", "v")
 
@@ -66,9 +65,7 @@ def dense_module(model: ModelConfig, name: str, module: dict) -> dict:
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)
-    if spec.rank:
-        term = {name: module[name] for name in TERMS}
-        kernel = PlusLowRank(Dense(kernel), **term).dense()
+    kernel = with_term(Dense(kernel), module).dense()
     return {"kernel": kernel, **({"bias": module["bias"]} if "bias" in module else {})}
 
 

@@ -61,8 +61,8 @@ def linear(config, tensors, x, at):
     size = config["linears"].get(at.split(".")[-1], {}).get("hadamard", 0)
     y = (hadamard(x, size) if size else x) @ weight(config, tensors, at)
     if f"{at}.gate" in tensors:
-        low_rank = x @ tensors[f"{at}.a_kernel"] @ tensors[f"{at}.b_kernel"]
-        y = y + tensors[f"{at}.gate"] * low_rank
+        term = x @ tensors[f"{at}.a_kernel"] @ tensors[f"{at}.b_kernel"]
+        y = y + tensors[f"{at}.gate"] * term
     return y + tensors.get(f"{at}.bias", np.float32(0))
 
 

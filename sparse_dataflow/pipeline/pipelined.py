@@ -31,6 +31,7 @@ from sparse_dataflow.core.executors.sharded import (
 )
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import layer_weights, probe
 from sparse_dataflow.core.model.stacks import layouts_by_name, map_placed_layouts, split_layouts
 from sparse_dataflow.pipeline import pipeline, schedules
@@ -87,7 +88,7 @@ class Pipelined(Sharded):
 
         def block(layer_config, params, rest, x, context):
             layer = layer_weights(layer_config, merged(params, rest))
-            return gpt.block(layer_config, layer, x, context, rank.shard), {}
+            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend), {}
 
         def local(table, weights, batch):
             split_batch = whole.micro_batches(model, batch, micro_batches, rank)
@@ -106,7 +107,7 @@ class Pipelined(Sharded):
 
         def block(layer_config, params, rest, x, context):
             layer = layer_weights(layer_config, merged(params, rest))
-            return gpt.trained_block(layer_config, layer, x, context, rank.shard)
+            return gpt.trained_block(layer_config, layer, x, context, rank.shard, rank.attend)
 
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
@@ -139,13 +140,16 @@ class Pipelined(Sharded):
     def block_gradient_norms(self, model, weights, tokens):
         plan = self._plan(model, 1, "gpipe")
         rank, specs, _ = self._rank(model, weights)
+        # A norm of the whole rows is not the sum of norms of their parts.
+        rank = dataclasses.replace(rank, sub_batches=1)
         axes = self._measured_axes(tokens)
+        summed = axes if rank.context is None else (*axes, rank.context.axis)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
         def probed(layer_config, norms, rest, x, context):
-            probes = {name: probe(name, each, axes, rank.shard) for name, each in norms.items()}
+            probes = {name: probe(name, each, summed, rank.shard) for name, each in norms.items()}
             layer = layer_weights(layer_config, merged(probes, rest))
-            return gpt.block(layer_config, layer, x, context, rank.shard), {}
+            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend), {}
 
         def local(table, weights, tokens):
             batch = whole.with_weights(whole.Batch(tokens), shards)
@@ -158,7 +162,8 @@ class Pipelined(Sharded):
             measured = {**work.params, "blocks": join_groups(norms)}
             rest = merged(work.params["blocks"], work.rest)
             work = work._replace(rest=rest, params=measured)
-            return split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
+            strips = split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
+            return self._of_whole_blocks(strips)
 
         in_specs = STAGED, specs, P(axes or None)
         groups = split_groups(layouts_by_name(weights.rest))
@@ -224,13 +229,19 @@ class Pipelined(Sharded):
 
         def embed(params, tokens):
             params = merged(params, rest["embed"])
-            return gpt.embed(model, params, tokens, shard=rank.shard)
+            return gpt.embed(model, params, tokens, positions, rank.shard)
+
+        def layer(layer_config, params, rest, x, context):
+            run = functools.partial(block, layer_config, params, rest)
+            xs, metrics = whole.each_part(run, *whole.parts(rank, x, context))
+            return jnp.concatenate(xs), metrics
 
         def kind(remat_kind, layer_config, group):
-            layer = whole.rematerialised(remat_kind, functools.partial(block, layer_config))
-            return Kind(layer, group, remat_kind == "full")
+            run = whole.rematerialised(remat_kind, functools.partial(layer, layer_config))
+            return Kind(run, group, remat_kind == "full")
 
         (kinds, places), (inputs, context) = self._kinds(model), batch
+        positions = BatchContext(context.positions)
         return pipeline.Work(
             embed,
             head_loss,
@@ -313,7 +324,7 @@ def executor_over(
       zero: see `sharding.ZERO`.
       schedule: pipeline schedule, as for `schedules.parse`.
       exchange: see `Sharded`.
-      sub_batches: see `Sharded`; 1 if the mesh has stages.
+      sub_batches: see `Sharded`.
 
     Raises:
       UserError: an unknown schedule, or the layers cannot be divided over the stages.
@@ -322,4 +333,4 @@ def executor_over(
         return Sharded(mesh, zero, exchange, sub_batches)
     name, chunks = schedules.parse(schedule)
     division = divide(num_layers, mesh.shape["stage"], chunks)
-    return Pipelined(mesh, zero, exchange, division=division, schedule=name)
+    return Pipelined(mesh, zero, exchange, sub_batches, division=division, schedule=name)

@@ -51,11 +51,11 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
     return sum(round(config.stored_layers * size) for size in sizes)
 
 
-def adapter_count(config: ModelConfig) -> int:
-    """Counts the factors of low-rank terms, which are all that a training of adapters changes."""
+def term_count(config: ModelConfig) -> int:
+    """Counts the matrices of added terms, which are all that a training of adapters changes."""
     shapes = {name: config.projection_shape(name) for name in config.projections}
-    block = sum(config.linear(name).rank * sum(shape) for name, shape in shapes.items())
-    return config.num_layers * block
+    block = sum(config.linear(name).term_numbers(shape) for name, shape in shapes.items())
+    return config.stored_layers * block
 
 
 def block_and_rest(config: ModelConfig) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def frozen_bytes(config: ModelConfig) -> int:
     int8, small = _int8_projections(config), int8_count(config)
     scales = config.num_layers * sum(config.projection_shape(name)[1] for name in int8)
     matrices = embeddings(config) + matrix_count(config)
-    vectors = parameter_count(config) - adapter_count(config) - matrices
+    vectors = parameter_count(config) - term_count(config) - matrices
     wide = (matrices - small) * DTYPE_BYTES[config.compute_dtype]
     return wide + small + (vectors + scales) * MASTER_BYTES
 

@@ -116,7 +116,7 @@ def run_bytes(
     if not adapters:
         return estimate
     share = _shard_share(config, plan, 3) / plan.layer_chips
-    trained = memory.adapter_count(config)
+    trained = memory.term_count(config)
     gradient = memory.gradient_bytes(np.asarray(plan.accumulation), plan.state_dtype)
     compute = memory.DTYPE_BYTES[config.compute_dtype]
     gathers = (np.asarray(plan.state_shards) > 1) & (plan.zero == 3)
@@ -126,7 +126,7 @@ def run_bytes(
     copied = config
     if plan.remat != "none":
         copied = memory.single_layer(dataclasses.replace(config, remat=plan.remat))
-    narrow = memory.adapter_count(copied) * (compute != memory.MASTER_BYTES)
+    narrow = memory.term_count(copied) * (compute != memory.MASTER_BYTES)
     return dataclasses.replace(
         estimate,
         parameters=trained * memory.MASTER_BYTES + memory.frozen_bytes(config) * share,
@@ -188,17 +188,11 @@ def _stage_vectors(config, plan):
         for name in column
         if name in config.biases
     )
-    matrices = cost.embeddings(config) + memory.matrix_count(config) + _low_rank_weights(config)
+    matrices = cost.embeddings(config) + memory.matrix_count(config) + memory.term_count(config)
     vectors = (cost.parameter_count(config) - matrices) / config.num_layers
     layers = plan.stage_layers(config)
     one = layers * (vectors - wide + wide / np.asarray(plan.tensor))
     return layers * vectors / plan.layer_chips, one
-
-
-def _low_rank_weights(config):
-    ranks = {name: config.linear(name).rank for name in config.projections}
-    block = sum(rank * sum(config.projection_shape(name)) for name, rank in ranks.items())
-    return config.stored_layers * block
 
 
 def gathered_residual(config: ModelConfig, plan: ParallelPlan):
@@ -217,9 +211,7 @@ def _block_bytes(config, sequence, plan, expert_rows):
     saved = per_token.boundary * boundary_share
     saved = saved + (per_token.saved - per_token.boundary) / plan.layer_chips
     working = per_token.working / plan.layer_chips + per_token.ends * boundary_share
-    # Inputs of attn_out and mlp_out, which "feature" gathers.
-    whole_inputs = compute * (config.num_heads * config.head_width + config.d_ff) / plan.tensor
-    whole_inputs = np.where(np.asarray(plan.feature) > 1, whole_inputs, 0)
+    whole_inputs = _whole_inputs(config, plan)
     # Keys and values of all tokens, and their gradients.
     context = np.asarray(plan.context)
     keys_values = memory.block_widths(config, copies).keys_values * compute / plan.layer_chips
@@ -232,6 +224,13 @@ def _block_bytes(config, sequence, plan, expert_rows):
     if config.remat != "full" and plan.tpu and memory.has_one_op_mlp(config):
         saved = saved - compute * config.d_ff / plan.layer_chips
     return saved, working + whole_inputs
+
+
+def _whole_inputs(config, plan):
+    """Returns the bytes per token of the inputs of attn_out and mlp_out that "feature" gathers."""
+    width = config.num_heads * config.head_width + config.d_ff
+    size = memory.DTYPE_BYTES[config.compute_dtype] * width / np.asarray(plan.tensor)
+    return np.where(np.asarray(plan.feature) > 1, size, 0)
 
 
 def _gathered_weights(config, plan, weights):
@@ -333,17 +332,23 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
     - The backward pass passes on the norm outputs, GELU's output, the gradients of the outputs of
       the four products, and two float32 arrays of width d.
 
-    `expert_rows` is that of `memory.block_widths`.
+    `expert_rows` is that of `memory.block_widths`.  "feature" cuts all features, and gathers the
+    inputs of attn_out and mlp_out; "context" gathers keys and values.
     """
     compute = memory.DTYPE_BYTES[config.compute_dtype]
-    tensor = np.asarray(plan.tensor)
-    gathered = config.d_model * compute
+    tensor, context = np.asarray(plan.tensor), np.asarray(plan.context)
+    local = config.d_model / np.asarray(plan.feature)
+    gathered = local * compute
     residual = gathered / tensor if plan.sequence_parallel else gathered
-    norm = config.d_model * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
+    norm = local * memory.MASTER_BYTES * (1 / tensor if plan.sequence_parallel else 1.0)
     widths = memory.block_widths(config, key_value_copies(config, plan.tensor), expert_rows)
-    queries, keys_values, normed, products, hidden = (n * compute / tensor for n in widths)
+    queries, keys_values, normed, products, hidden = (
+        n * compute / plan.layer_chips for n in widths
+    )
     heads = queries + keys_values
     block_buffers = 2 * gathered + hidden + heads + normed + 2 * queries
+    block_buffers = block_buffers + _whole_inputs(config, plan)
+    block_buffers = block_buffers + np.where(context > 1, context * keys_values, 0)
     passed_on = 2 * gathered + products + heads + 4 * residual + 2 * norm
     saved, recomputed = residual, 0.0 * residual
     if config.remat == "full":

@@ -26,6 +26,7 @@ from sparse_dataflow.planner import memory, relay_time
 from sparse_dataflow.planner.memory import DTYPE_BYTES, MASTER_BYTES
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import plan_bytes
+from sparse_dataflow.relay.clipping import updates_at_once
 from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
 
 IN_FLIGHT = 2
@@ -163,8 +164,9 @@ def estimate(
     matrices = memory.matrix_count(model)
     state += memory.moment_bytes(model, parameters, matrices, state_dtype, training.optimizer)
     block, rest = _largest_block(model)
-    # Eager clipping frees the gradients of a block after its update.
-    gradients = parameters if clipping == "exact" else rest + 3 * block
+    # An update at once frees the gradients of a block.
+    overlaps = updates_at_once(training, clipping)
+    gradients = rest + 3 * block if overlaps else parameters
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.
     copied = (parameters if copies else min(parameters, rest + 2 * block)) * compute
     if not pinned and compute == MASTER_BYTES:
@@ -204,7 +206,7 @@ def estimate(
         traffic,
         host_rates,
         chip,
-        overlaps=clipping == "eager",
+        overlaps=overlaps,
     )
     fewest = None
     if times.fetch_rate and times.forward:
@@ -221,7 +223,7 @@ def estimate(
         compute_seconds=times.compute,
         update_seconds=host_rates.updating(updated) + 2 * updated * host_rates.narrowing,
         step_seconds=times.step,
-        overlaps=clipping == "eager",
+        overlaps=overlaps,
         micro_batches=fewest,
     )
 

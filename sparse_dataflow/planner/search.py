@@ -326,11 +326,10 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
             np.logical_or,
             (_uneven(m, request.sequence, tensor) for phases in request.models for m, _ in phases),
         ),
-        "feature": (np.asarray(plan.feature) > 1)
-        & ((stage > 1) | _uncut(config, tensor, plan.feature)),
+        "feature": (np.asarray(plan.feature) > 1) & _uncut(config, tensor, plan.feature),
         "context": (np.asarray(plan.context) > 1)
         # Twice, because a device has a chunk from either end (`executors.context`).
-        & ((stage > 1) | (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0)),
+        & (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0),
         "experts": plan.exchanges
         & (
             (plan.zero < 3)

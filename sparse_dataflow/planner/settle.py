@@ -162,7 +162,7 @@ def _may_pipeline(config, machine):
     open_mesh = config.parallel.mesh == AUTO and config.parallel.executor == "auto"
     if not open_mesh or machine.count == 1 or machine.host or not machine.chip.network:
         return False
-    if config.model.mask_documents or config.parallel.sub_batches > 1:
+    if config.model.mask_documents:
         return False
     try:
         config.change(parallel__executor="pipeline")

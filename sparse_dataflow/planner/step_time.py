@@ -227,7 +227,7 @@ def step_time(
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
     boundary = np.asarray(plan.micro_batch) * sequence * config.d_model * dtype_bytes
     terms["sends"] = plan_collectives.send_seconds(
-        boundary / plan.layer_chips, plan, network, efficiency
+        boundary / (plan.layer_chips * plan.context), plan, network, efficiency
     )
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, plan)

@@ -9,7 +9,8 @@ One thread fetches, one returns gradients, several update. Gradients are clipped
   arrives. Host memory holds all gradients (as much as the device's copies of the parameters), and
   the updates follow the backward pass: one extra host pass that does not overlap with compute.
 - "eager": each section by its own norm, to `clip` / sqrt(sections), which keeps the global norm
-  below `clip`; updates overlap with compute.
+  below `clip`; updates overlap with compute.  With `skip_spikes` a step is accepted as a whole, so
+  its updates wait for the last gradient as those of "exact" do.
 """
 
 import collections
@@ -39,6 +40,7 @@ from sparse_dataflow.core.optim.optimizers import (
 )
 from sparse_dataflow.hardware.detect import cpu_count
 from sparse_dataflow.relay import host_optimizer
+from sparse_dataflow.relay.clipping import updates_at_once
 from sparse_dataflow.relay.host_optimizer import Leaf, Rates
 from sparse_dataflow.relay.host_state import (
     Section,
@@ -116,6 +118,7 @@ class ParameterServer:
 
     Attributes:
       storage: receives updates, as `InMemory` does.
+      updates_at_once: whether a section is updated as soon as its gradient arrives.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class ParameterServer:
         """
         self.model, self.training, self.put = model, training, put
         self.clipping, self.copies, self.pinned = clipping, copies, pinned
+        self.updates_at_once = updates_at_once(training, clipping)
         self.storage: Any = InMemory()
         self.threads = cpu_count()
         self.fetching = ThreadPoolExecutor(1, "fetch")
@@ -285,20 +289,30 @@ class ServerStep:
             for to in gradients:
                 np.copyto(to, self._server.to_host(leaves.pop(0)))
         self._squares[section] = square_sums(zip(paths, gradients))
-        if self._server.clipping == "exact":
+        if not self._server.updates_at_once:
             self._gradients[section] = gradients
             return
-        limit = self._server.training.clip / math.sqrt(len(self._sections))
-        norm = math.sqrt(sum(self._squares[section].values()))
-        self._update(section, gradients, _clip_factor(norm, limit))
+        self._update(section, gradients, self._own_factor(section))
         # The newest updates may run on, beside the device. Waiting for older ones bounds the
         # gradients in host memory, and pins their copies while the device computes.
         for other in list(self._updates)[:-IN_FLIGHT]:
             self._finish_update(other)
 
+    def _own_factor(self, section):
+        """Returns the factor of eager clipping."""
+        limit = self._server.training.clip / math.sqrt(len(self._sections))
+        return _clip_factor(math.sqrt(sum(self._squares[section].values())), limit)
+
+    def _global_factor(self):
+        """Returns the factor of exact clipping."""
+        # In the order of the sections, not of arrival. A sum of floats depends on its order, and
+        # the same step must give the same bits.
+        norm = math.sqrt(sum(sum(self._squares[section].values()) for section in self._sections))
+        return _clip_factor(norm, self._server.training.clip)
+
     def _buffers(self, section, leaves):
-        """Returns host arrays for a gradient; exact clipping reuses them in every step."""
-        if self._server.clipping == "eager":
+        """Returns host arrays for a gradient; updates that wait reuse them in every step."""
+        if self._server.updates_at_once:
             return [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         buffers = self._server.buffers
         if section not in buffers:
@@ -385,8 +399,8 @@ class ServerStep:
         """Waits for all gradients and updates.
 
         Args:
-          accepts: gradient norm by parameter group -> whether parameters and moments change; with
-            eager clipping, some have changed by then.
+          accepts: gradient norm by parameter group -> whether parameters and moments change; not
+            for a server that `updates_at_once`.
 
         Returns:
           (state after the step, squared gradient norm by parameter group).
@@ -396,15 +410,12 @@ class ServerStep:
         squares, updated = group_squares(self._squares), self._sections
         if not accepts({group: math.sqrt(square) for group, square in squares.items()}):
             updated, self._count = [], self._count - 1
-        elif self._server.clipping == "exact":
-            # In the order of the sections, not of arrival. A sum of floats depends on its order,
-            # and the same step must give the same bits.
-            norm = math.sqrt(
-                sum(sum(self._squares[section].values()) for section in self._sections)
-            )
-            factor = _clip_factor(norm, self._server.training.clip)
+        elif not self._server.updates_at_once:
+            exact = self._server.clipping == "exact"
+            factor = self._global_factor() if exact else 0.0
             for section in self._sections:
-                self._update(section, self._gradients[section], factor)
+                each = factor if exact else self._own_factor(section)
+                self._update(section, self._gradients[section], each)
         for section in updated:
             self._finish_update(section)
         for section in set(all_sections(self._server.model.stored_layers)) - set(updated):

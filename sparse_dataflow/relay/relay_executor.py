@@ -54,9 +54,8 @@ class RelayExecutor(MultiProgramExecutor):
     @property
     def parallelisms(self) -> tuple[str, ...]:
         depth = (compatibility.RELAY_DEPTH.words,) if self.depth != DepthSchedule() else ()
-        eager = (compatibility.RELAY_EAGER.words,) if self.config.clipping == "eager" else ()
         devices = (compatibility.RELAY_DEVICES.words,) if self.devices > 1 else ()
-        return compatibility.RELAY.words, *depth, *devices, *eager
+        return compatibility.RELAY.words, *depth, *devices
 
     def check(self, model: ModelConfig, training: TrainingConfig) -> None:
         super().check(model, training)

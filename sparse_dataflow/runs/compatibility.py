@@ -19,6 +19,8 @@ from sparse_dataflow.core.executors.compatibility import (
     Option,
     ResolvedRun,
 )
+from sparse_dataflow.core.layouts.evolution import METHODS
+from sparse_dataflow.core.weights import kinds  # noqa: F401 - KINDS has them all.
 from sparse_dataflow.runs import evolution_rows
 from sparse_dataflow.runs.parallel import ParallelConfig
 
@@ -97,32 +99,31 @@ def _method(name):
 DIR = {"run__init_from": "DIR"}
 STORED = {"run__init_from": "DIR", "training__adapter_rank": 2}
 
-LIKE_BLOCKS = _used(
-    "parallel.executor=relay or pipeline",
-    lambda config: config.parallel.executor in ("relay", "pipeline"),
-    parallel__executor="relay",
-)
 TEACHER = _used("training.teacher", lambda c: c.training.teacher, training__teacher="DIR")
 
 
 def _lacking(ability: str) -> Option:
     """Returns the option of a pattern whose kind of weight does not offer an ability."""
 
+    def lacks(pattern):
+        return pattern in KINDS and ability not in KINDS[pattern].offers
+
     def used(run):
         pattern = run.config and run.config.sparsity.projections and run.config.sparsity.pattern
-        return (
-            pattern in KINDS
-            and ability not in KINDS[pattern].offers
-            and (f"sparsity.pattern={pattern}")
-        )
+        return lacks(pattern) and f"sparsity.pattern={pattern}"
 
-    return Option("sparsity.pattern=low_rank", used, {"sparsity.pattern": "low_rank"})
+    patterns = [name for name, kind in KINDS.items() if kind.is_pattern and lacks(name)]
+    words = f"sparsity.pattern={' or '.join(patterns)}"
+    return Option(words, used, {"sparsity.pattern": patterns[0]})
 
+
+ADDING = [name for name, method in METHODS.items() if method.adds_term]
+"""Methods of evolution that add a term."""
 
 TAIL = _used(
-    "evolution.method=low_rank_tail",
-    _method("low_rank_tail"),
-    evolution__method="low_rank_tail",
+    f"evolution.method={' or '.join(ADDING)}",
+    lambda config: METHODS[config.evolution.method].adds_term,
+    evolution__method=ADDING[0],
     sparsity__rank=2,
 )
 SHARED = _used(
@@ -195,12 +196,6 @@ LEGAL = "legal with it:"
 EVERY_OTHER = f"{LEGAL} every other value"
 
 SETTINGS = (
-    Conflict(
-        _other("parallel.memory_limit", _one_of(""), "1GiB"),
-        (LIKE_BLOCKS, STAGE, RELAY),
-        "whose blocks are all treated alike",
-        f"{LEGAL} none, or a mesh without stages",
-    ),
     Conflict(
         _other("model.logit_cap", _one_of(0), 30.0),
         (TEACHER,),
@@ -322,12 +317,6 @@ PARALLEL = (
         (RELAY,),
         "which keeps all experts of a layer on every device",
         "legal: parallel.experts=gather, or another executor",
-    ),
-    Conflict(
-        _other("parallel.sub_batches", _one_of(1), 2),
-        (STAGE, RELAY),
-        "whose blocks take a micro-batch as a whole",
-        "legal: 1, or --executor=whole",
     ),
     Conflict(
         NO_STAGE,

@@ -20,11 +20,11 @@ from sparse_dataflow.core.config.settings import (
 )
 from sparse_dataflow.core.executors.mesh_axes import MOST_SUB_BATCHES
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.relay.clipping import CLIPPINGS
 
 EXECUTORS = ("auto", "whole", "pipeline", "relay")
 EXPERTS = ("gather", "exchange")
 STASHES = ("device", "host")
-CLIPPINGS = ("exact", "eager")
 MOST_PROCESSES = 2**20
 MOST_BYTES = 1e15
 ONLY_RELAY = ("stash", "clipping", "server_dir", "depth_schedule")
@@ -74,8 +74,8 @@ class ParallelConfig(Readable):
     sub_batches: int = setting(
         1,
         "Parts of a micro-batch that pass through each layer in turn, so that collectives of one "
-        "can overlap with products of another. Not with stages, the relay and experts; no effect "
-        "on one device.",
+        "can overlap with products of another. Not with experts; no effect on one device and on "
+        "the relay, whose layers have no collectives.",
         legal=between(1, MOST_SUB_BATCHES),
         resumed=FRESH,
     )
@@ -101,7 +101,8 @@ class ParallelConfig(Readable):
     clipping: str = setting(
         "exact",
         "Gradient clipping of the relay: exact uses the global norm, as whole does; eager clips "
-        "and applies each section's gradient at once, which overlaps with compute.",
+        "and applies each section's gradient at once, which overlaps with compute, and with "
+        "training.skip_spikes after the last one.",
         choices=CLIPPINGS,
     )
     server_dir: str = setting(

@@ -125,9 +125,8 @@ def _refuse_unequal_groups(spec):
     if spec.runtime_layouts:
         raise UserError(
             f"{head} that are known before training, which run.init_from and methods of "
-            "evolution that choose blocks do not have; legal: --evolution=static, sparse_to_dense, "
-            "low_rank_tail or shared_to_own with drawn weights, or "
-            f"model.precision={PRECISIONS[0]}."
+            "evolution that choose blocks do not have; legal: drawn weights with a method that "
+            f"chooses none, such as --evolution=static, or model.precision={PRECISIONS[0]}."
         )
     for group in layer_groups(spec.model):
         first = dataclasses.replace(group.model, num_layers=1)

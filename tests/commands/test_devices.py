@@ -84,31 +84,21 @@ def test_a_schedule_that_cannot_be_is_refused_before_anything_runs(
         made.check(SIZES["pico"], training)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--mesh=stage:2,feature:2"],
-            "whose stages send the whole residual stream; legal with sta",
-        ),
-    ],
-)
-def test_what_the_axis_feature_cannot_cut_is_refused_in_words(arguments, message):
+@pytest.mark.parametrize("mesh", ["stage:2,feature:2", "stage:2,context:2", "stage:2"])
+def test_stages_have_the_other_axes_and_sub_batches(mesh, capsys):
+    """`--describe` plans them too."""
     [request] = command_line.arguments(
-        ["toy", "--scale=pico", "--block=16", *arguments], tuple(NAMED), None
+        ["toy", "--scale=pico", "--block=16", f"--mesh={mesh}", "--set=parallel.sub_batches=2"],
+        tuple(NAMED),
+        None,
     )
-    with pytest.raises(UserError, match=message):
-        devices.describe(request.config())
+    devices.describe(request.config())
+    assert "parallel.sub_batches=2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argument", ["--mesh=stage:2", "--executor=relay"])
-def test_sub_batches_are_refused_where_blocks_do_not_have_them(argument):
-    with pytest.raises(UserError, match=f"sub_batches=2 with {argument}, .*; legal: 1"):
-        executor("--scale=pico", "--set=parallel.sub_batches=2", argument)
-
-
-def test_sub_batches_divide_the_sequences_of_a_device():
-    made = executor("--scale=pico", "--mesh=fsdp:2", "--set=parallel.sub_batches=2")
+@pytest.mark.parametrize("mesh", ["--mesh=fsdp:2", "--mesh=stage:2,fsdp:2"])
+def test_sub_batches_divide_the_sequences_of_a_device(mesh):
+    made = executor("--scale=pico", mesh, "--set=parallel.sub_batches=2")
     assert "--set parallel.sub_batches=2" in made.describe()
     model = SIZES["pico"]
     made.check(model, TrainingConfig(1, 8, 16, micro_batches=2))

@@ -97,10 +97,21 @@ def test_the_search_shares_a_sequence_that_no_chip_has_memory_for():
     assert short["context"] == (1,)
 
 
-def test_stages_and_exchanged_tokens_share_no_sequence():
+@pytest.mark.parametrize("remat", ["none", "keep", "full"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "feature"])
+def test_an_axis_that_cuts_the_stream_makes_the_buffers_and_sends_of_a_stage_smaller(axis, remat):
+    """By no more than its devices, as some arrays are gathered."""
+    how = {"stage": 4, "accumulation": 8, "remat": remat, "tpu": True, "sequence_parallel": True}
+    whole, cut = ParallelPlan(**how), ParallelPlan(**how, **{axis: 2})
+    sizes = [float(plan_bytes(MODEL, LONG, plan).activations) for plan in (whole, cut)]
+    assert sizes[0] / 2 * 0.999 <= sizes[1] < 0.8 * sizes[0]
+    sends = [float(timed(plan).terms["sends"]) for plan in (whole, cut)]
+    assert sends[0] / 2 * 0.999 <= sends[1] < 0.8 * sends[0]
+
+
+def test_exchanged_tokens_share_no_sequence():
     request = search.Request(MODEL, LONG, 1, CHIPS["tpu-v5p"], 8)
-    staged = ParallelPlan(context=2, stage=4)
-    assert search.violations(request, staged, 0)["context"]
+    assert not search.violations(request, ParallelPlan(context=2, stage=4), 0)["context"]
     experts = dataclasses.replace(request, config=dataclasses.replace(MODEL, experts=8))
     assert not search.violations(experts, ParallelPlan(context=8), 0)["context"]
     exchanged = ParallelPlan(context=8, experts="exchange")

@@ -34,7 +34,7 @@ def test_one_chip_copies_the_adapters_alone(dtype, remat):
     plan = ParallelPlan(remat=remat)
     copy = run_bytes(adapted, 64, plan, adapters=True).working_copy
     layers = adapted.num_layers if remat == "none" else 1
-    narrow = 2 * memory.adapter_count(dataclasses.replace(adapted, num_layers=layers))
+    narrow = 2 * memory.term_count(dataclasses.replace(adapted, num_layers=layers))
     assert float(copy) == (narrow if dtype == "bfloat16" else 0)
 
 

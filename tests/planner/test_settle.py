@@ -208,7 +208,7 @@ def test_adapters_on_a_mesh_need_no_state_of_the_frozen_weights():
     adapted = result.request.config.with_linears(rank)
     request = dataclasses.replace(result.request, config=adapted, adapters=True, trained=())
     alone = dataclasses.replace(request, adapters=False)
-    trained, sizes = memory.adapter_count(adapted), request.memory(result.plan)
+    trained, sizes = memory.term_count(adapted), request.memory(result.plan)
     assert sizes.moments == 2 * 4 * trained
     assert sizes.total < alone.memory(result.plan).total
 

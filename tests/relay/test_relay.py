@@ -163,6 +163,28 @@ def test_eager_clipping_that_clips_nothing_is_exact():
     assert_same_reports(eager, whole_run(model, loose), rtol=2e-6)
 
 
+def test_eager_clipping_accepts_or_skips_a_whole_step():
+    """An update of one section would survive the step; the clipping stays that of each section."""
+    model, skipping = DENSE, training(clip=1e-2, skip_spikes=4.0)
+    states = []
+    for how in (training(clip=1e-2), skipping):
+        relay = Relay(model, how, RelayConfig(clipping="eager"))
+        limit = [np.float32(np.inf)] * bool(how.skip_spikes)
+        states.append(relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3, *limit)[0])
+    for mine, theirs in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
+        assert mine.tobytes() == theirs.tobytes()
+    [_, state] = states
+    before = jax.tree.map(np.copy, (state.params, state.moments))
+    for spike in (np.float32(0), np.float32(-np.inf), np.float32(1.0)):
+        state, report = relay.train_step(state, tokens_of(1), 1e-3, spike)
+        assert report.loss > spike
+    for mine, theirs in zip(
+        *map(jax.tree.leaves, ((state.params, state.moments), before)), strict=True
+    ):
+        assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes()
+    assert int(state.step) == 4
+
+
 def test_eager_clipping_keeps_the_global_norm_below_the_limit():
     """Each section has an equal share, so the norm is the limit where all exceed theirs."""
     model = DENSE

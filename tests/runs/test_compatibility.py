@@ -43,20 +43,17 @@ def test_all_violated_rows_are_named_at_once():
         "with it: 0. evolution.method=rigl with training.teacher, which rigl's gradients do not "
         "count; legal with it: every other value."
     )
-    with pytest.raises(UserError) as refused:
-        accepted({"evolution.method": "shared_to_own", "training.skip_spikes": 4.0,
-                  "parallel.executor": "relay", "parallel.clipping": "eager",
-                  "parallel.depth_schedule": "grow:0.5"})  # fmt: skip
-    words = str(refused.value)
-    for option in ("--evolution=shared_to_own", "training.skip_spikes=4.0"):
-        assert f"{option} with the relay on 1 device" in words
 
 
 def test_an_executor_without_a_run_refuses_in_the_same_words():
-    executor, _ = accepted({"parallel.executor": "relay", "parallel.clipping": "eager"})
-    training = TrainingConfig(1, 4, 16, skip_spikes=4.0)
-    with pytest.raises(UserError, match=r"skip_spikes=4.0 with the relay .*; legal: training.skip"):
-        executor.check(ModelConfig(2, 32, 2, 64, 64, 16), training)
+    executor, _ = accepted({"parallel.mesh": "feature:2"})
+    model = ModelConfig(2, 32, 2, 64, 64, 16, experts=2)
+    with pytest.raises(UserError, match=r"experts=2 with --mesh=feature:2 .*; legal: a mesh"):
+        executor.check(model, TrainingConfig(1, 4, 16))
+
+
+def test_few_options_lack_a_parallelism():
+    assert len(compatibility.devices_table().splitlines()) <= 2 + 6
 
 
 def test_rows_that_read_absent_parts_do_not_apply():

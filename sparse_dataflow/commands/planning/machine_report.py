@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from sparse_dataflow.commands.planning import plan_rows
 from sparse_dataflow.commands.planning.options import TOKENS
 from sparse_dataflow.commands.preflight.settling import (
+    chooses_each_block,
     memory_table,
     models_of,
     settled_within_limit,
@@ -148,9 +149,9 @@ def text(result: MachinePlan) -> str:
         lines += _times(result)
     lines += ["", memory_table(settled)]
     if limit := config.parallel.memory_limit:
-        lines.append(
-            f"  within parallel.memory_limit={limit}; the run chooses the remat of each block"
-        )
+        each = chooses_each_block(config.parallel, settled.machine.count)
+        chosen = "; the run chooses the remat of each block" if each else ""
+        lines.append(f"  within parallel.memory_limit={limit}{chosen}")
     return "\n".join(lines)
 
 

@@ -17,7 +17,9 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import remat as kinds_of_remat
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.compatibility import RELAY, STAGE
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.executors.mesh_axes import parse_mesh
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Variant, update_steps
@@ -42,6 +44,7 @@ from sparse_dataflow.planner.search import PhaseShare
 from sparse_dataflow.planner.settle import Settled
 from sparse_dataflow.planner.step_time import step_time
 from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
+from sparse_dataflow.runs.parallel import ParallelConfig
 from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variants
 
@@ -119,31 +122,50 @@ def settled(config: RunConfig, chip: Chip, free_micro_batches: bool = False) -> 
     try:
         changes = collectives.on_first(chosen)
     except UserError:
-        if limit is None:
+        if limit is None or not chooses_each_block(config.parallel, machine.count):
             raise
         changes = {}  # `settled_remat` names the nearest feasible limit.
-    if limit is not None and open_remat:
-        changes.pop("model__remat", None)
+    after = config.change(**changes)
+    if limit is None or not open_remat or not chooses_each_block(after.parallel, machine.count):
+        return after
+    changes.pop("model__remat", None)
     return config.change(**changes)
+
+
+def chooses_each_block(parallel: ParallelConfig, devices: int) -> bool:
+    """Returns whether `parallel.memory_limit` chooses the remat of each block.
+
+    The blocks of stages and of the relay have one kind; they keep to the limit by that kind and by
+    micro-batches.
+    """
+    if parallel.executor in ("relay", "pipeline"):
+        return False
+    return parallel.mesh == "auto" or parse_mesh(parallel.mesh, devices)["stage"] == 1
 
 
 def settled_within_limit(config: RunConfig, machine: Machine) -> Settled:
     """Returns `settle` of a run whose plan keeps to `parallel.memory_limit`, where it has one.
 
-    All blocks have one kind of remat.  A run chooses that of each block; see `settled_remat`.
+    All blocks have one kind of remat.  A run chooses that of each block where it may; see
+    `settled_remat`.
 
     Raises:
-      UserError: no plan fits the machine or the limit, or the executor has no limit.
+      UserError: no plan fits the machine or the limit.
     """
     limit = config.parallel.memory_limit_bytes
     if limit is None:
         return settle(config, machine)
     narrow = planning.with_memory(machine, int(limit / planning.USABLE))
+    name = f"parallel.memory_limit={config.parallel.memory_limit}"
     try:
         result = settle(config, narrow)
     except UserError as error:
-        limit_text = config.parallel.memory_limit
-        raise UserError(f"parallel.memory_limit={limit_text}: {error}") from None
+        raise UserError(f"{name}: {error}") from None
+    if result.relay and result.chip_bytes > limit:  # A CPU's relay is else checked with its host.
+        raise UserError(
+            f"{name}: the relay needs {result.chip_bytes / GIB:,.2f} GiB on a device with these "
+            "settings; legal: as much or more, more training.micro_batches, or parallel.stash=host."
+        )
     return dataclasses.replace(result, machine=machine)
 
 
@@ -221,14 +243,14 @@ STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")
 def settled_remat(config: RunConfig, chip: Chip, executor: Executor) -> RunConfig:
     """Returns the config with the remat that the planner chooses under `parallel.memory_limit`.
 
-    Prints the plan.  A remat that the config has is checked against the limit and stays.  All
-    processes call it and get the plan of process 0.
+    Prints the plan.  A remat that the config has is checked against the limit and stays; `settled`
+    has checked that of stages and the relay.  All processes call it and get the plan of process 0.
 
     Raises:
-      UserError: no plan is within the limit, or the chip has no known rates or the mesh has stages.
+      UserError: no plan is within the limit, or the chip has no known rates.
     """
     limit = config.parallel.memory_limit_bytes
-    if limit is None:
+    if limit is None or {STAGE.words, RELAY.words} & set(executor.parallelisms):
         return config
     models = variants(config)
     devices.check(executor, config, models)

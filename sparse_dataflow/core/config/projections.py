@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Collection
 from typing import Any
 
 from sparse_dataflow.core.config.settings import (
@@ -32,6 +33,10 @@ QUERY_NORMS, KEY_NORMS = "q_norms", "k_norms"
 KINDS: dict[str, Any] = {}
 KIND_NAMES: list[str] = []
 """Key of a kind of weight -> its class, and the keys, filled by `weights.kind.register`."""
+
+ADDED_TERMS: dict[str, Any] = {}
+"""Field of a `LinearSpec` -> class of the term that it adds to a weight, filled by
+`weights.kind.register_term`."""
 
 PATTERN_NAMES: list[str] = []
 """Legal values of `sparsity.pattern`: the patterns, filled by `layouts.patterns.register`, and the
@@ -109,6 +114,16 @@ class LinearSpec(Readable):
     def weight(self) -> Any:
         """The class of its kind; see `weights.kind.Weight`."""
         return KINDS[self.kind]
+
+    @property
+    def term(self) -> Any:
+        """The class of its added term, which says its facts as a kind does; None without one."""
+        terms = (term for setting, term in ADDED_TERMS.items() if getattr(self, setting))
+        return next(terms, None)
+
+    def term_numbers(self, sides: tuple[int, int], roles: Collection[str] = ("matrix",)) -> int:
+        """Returns the numbers of a layer's added term, of arrays of some roles; 0 without one."""
+        return self.term.numbers(self, sides, roles) if self.term else 0
 
     def scaled(self, multiplier: float) -> "LinearSpec":
         """Returns this spec with its density times `multiplier`.

@@ -126,9 +126,8 @@ STAGE = _parallelism("stage", mesh="stage:2")
 RELAY = _parallelism("relay", executor="relay")
 RELAY_DEPTH = _parallelism("relay with depth_schedule", executor="relay", depth_schedule="grow:0.5")
 RELAY_DEVICES = _parallelism("relay over several devices", executor="relay", mesh="data:2")
-RELAY_EAGER = _parallelism("relay with clipping=eager", executor="relay", clipping="eager")
 
-PARALLELISMS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES, RELAY_EAGER
+PARALLELISMS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
 
 NOTHING: Mapping[str, Any] = {}
@@ -157,7 +156,6 @@ SHARED = Option(
     lambda run: run.model.shared_layers and "--evolution=shared_to_own",
     {"evolution.method": "shared_to_own"},
 )
-SKIPPED_SPIKES = setting("training.skip_spikes", 4.0)
 EXPERTS = setting("model.experts", 4)
 
 
@@ -176,12 +174,6 @@ EXCHANGED_TOKENS = Option(
     lambda run: getattr(run.executor, "exchange", False) and "parallel.experts=exchange",
     {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", **EXPERTS.example},
 )
-STREAM_AXES = CONTEXT.words, FEATURE.words
-CUT_STREAM = Option(
-    "the axes `context` and `feature`",
-    lambda run: ", ".join(w for w in getattr(run.executor, "parallelisms", ()) if w in STREAM_AXES),
-    {"parallel.mesh": "feature:2"},
-)
 
 NO_FEATURE = "legal: a mesh without feature"
 
@@ -199,12 +191,6 @@ TABLE = (
         "legal: parallel.depth_schedule=constant",
     ),
     Conflict(
-        SKIPPED_SPIKES,
-        (RELAY_EAGER,),
-        "which overwrites a section before the gradients of all are known",
-        "legal: training.skip_spikes=0, or parallel.clipping=exact",
-    ),
-    Conflict(
         EXPERTS,
         (SUB_BATCHES,),
         "which would route the tokens of each part by themselves",
@@ -215,12 +201,6 @@ TABLE = (
         (EXCHANGED_TOKENS,),
         "which needs the experts of a layer to be cut over fsdp",
         "legal: parallel.zero=3, or parallel.experts=gather",
-    ),
-    Conflict(
-        CUT_STREAM,
-        (STAGE,),
-        "whose stages send the whole residual stream",
-        "legal with stage: the axes data, fsdp and tensor",
     ),
 )
 """The rows about model, training and executor; `runs.compatibility` has those about a run."""

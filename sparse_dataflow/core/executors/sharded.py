@@ -144,15 +144,18 @@ class Sharded(Executor):
 
         def local(weights, tokens):
             norms = block_gradient_norms(model, local_weights(weights), tokens, rank, axes)
-            if rank.shard.feature_axis is None:
-                return norms
-            # A device has a strip of each block.
-            squares = jax.tree.map(jnp.square, norms)
-            return jax.tree.map(jnp.sqrt, lax.psum(squares, rank.shard.feature_axis))
+            return self._of_whole_blocks(norms)
 
         out_specs = norm_specs(split_groups(stacks.layouts_by_name(weights.merged))[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
         return self._one_copy(measure(weights, tokens), model)
+
+    def _of_whole_blocks(self, norms):
+        """Returns norms of blocks from those of the strips of each that "feature" cuts."""
+        if self.mesh.shape["feature"] == 1:
+            return norms
+        squares = jax.tree.map(jnp.square, norms)
+        return jax.tree.map(jnp.sqrt, lax.psum(squares, "feature"))
 
     def _measured_axes(self, tokens):
         """Returns the axes that shard measured rows; none if they are too few for all devices."""

@@ -86,6 +86,11 @@ class Rank:
     sub_batches: int = 1
     context: "Context | None" = None
 
+    @property
+    def attend(self) -> Callable[..., jax.Array]:
+        """Attention of the device's queries; see `gpt.Block`."""
+        return self.context.attend if self.context else causal_attention
+
     def local_tokens(self, array: jax.Array) -> jax.Array:
         """Returns the device's tokens of [B, T, ...]."""
         return array if self.context is None else self.context.local_tokens(array)
@@ -162,14 +167,7 @@ def apply_blocks(
     blocks = stacks.with_groups(weights.merged["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
-    # An evaluation may have fewer rows than parts.
-    parts = math.gcd(rank.sub_batches, len(x_BxTxD))
-    xs = _split(x_BxTxD, parts)
-    splits = {name: _split(array, parts) for name, array in context.for_blocks().rows.items()}
-    contexts = [
-        context.for_blocks().with_rows({name: split[part] for name, split in splits.items()})
-        for part in range(parts)
-    ]
+    xs, contexts = parts(rank, x_BxTxD, context.for_blocks())
     groups = zip(layer_groups(config), split_groups(blocks), strict=True)
     for group, (layer_group, stacked) in enumerate(groups):
         layers = layer_group.layers
@@ -199,8 +197,30 @@ def apply_blocks(
     return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *metrics)
 
 
-def _split(rows, parts):
-    return [rows] if parts == 1 else jnp.split(rows, parts)
+def parts(
+    rank: Rank, x_BxTxD: jax.Array, context: BatchContext
+) -> tuple[list[jax.Array], list[BatchContext]]:
+    """Returns the rows and the context of each of the rank's `sub_batches`."""
+    # An evaluation may have fewer rows than parts.
+    count = math.gcd(rank.sub_batches, len(x_BxTxD))
+    splits = {name: _split(array, count) for name, array in context.rows.items()}
+    rows = [{name: split[part] for name, split in splits.items()} for part in range(count)]
+    return _split(x_BxTxD, count), list(map(context.with_rows, rows))
+
+
+def _split(rows, count):
+    return [rows] if count == 1 else jnp.split(rows, count)
+
+
+def each_part(
+    block: Callable[[jax.Array, BatchContext], tuple[jax.Array, Metrics]],
+    xs: list[jax.Array],
+    contexts: list[BatchContext],
+) -> tuple[list[jax.Array], Metrics]:
+    """Applies a block to each of `parts`; returns their rows, and the metrics of all."""
+    outputs = [block(x, context) for x, context in zip(xs, contexts, strict=True)]
+    metrics = functools.reduce(step_metrics.combined, (part for _, part in outputs))
+    return [x for x, _ in outputs], metrics
 
 
 def _scan(run, loops, x, stacked):
@@ -243,16 +263,11 @@ def _scan(run, loops, x, stacked):
 def _layer(config, rank, group, contexts, kind):
     """Returns a function (xs, parameters of a layer) -> (xs, metrics), with the remat policy of a
     kind; `xs` and `contexts` are lists over parts of the rows."""
-    attend = rank.context.attend if rank.context else causal_attention
 
     def run(xs, layer):
         weights = layer_weights(config, rank.section({"blocks": layer}, "blocks", group))
         block = functools.partial(gpt.measured_block, config, weights)
-        outputs = [
-            block(x, context, rank.shard, attend) for x, context in zip(xs, contexts, strict=True)
-        ]
-        metrics = functools.reduce(step_metrics.combined, (part for _, part in outputs))
-        return [x for x, _ in outputs], metrics
+        return each_part(lambda x, at: block(x, at, rank.shard, rank.attend), xs, contexts)
 
     if kind != "none":
         # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with
@@ -460,16 +475,16 @@ def with_weights(batch: Batch, shards: int = 1) -> Batch:
 def micro_batches(
     config: ModelConfig, batch: Batch, count: int, rank: Rank = SINGLE_RANK, padded: bool = False
 ) -> tuple[Any, BatchContext]:
-    """Returns the inputs of a batch and its `batch_context`, as `count` micro-batches.
+    """Returns a rank's inputs of a batch and its `rank_context`, as `count` micro-batches.
 
     What has rows [B, ...] becomes [count, B / count, ...].
     """
     split = functools.partial(split_rows, config, count=count)
-    context = batch_context(config, batch, padded).map_rows(split)
+    context = rank_context(config, batch, rank, padded).map_rows(split)
     if config.experts:
         routed = jnp.float32(routed_tokens(config, batch, rank, padded))
         context = dataclasses.replace(context, routed=routed)
-    return split(batch.tokens[:, :-1]), context
+    return split(rank.local_tokens(batch.tokens[:, :-1])), context
 
 
 def split_rows(config: ModelConfig, rows: T, count: int) -> T:

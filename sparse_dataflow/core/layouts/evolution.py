@@ -163,6 +163,7 @@ class Method:
       changes_blocks: whether the stored blocks of a weight change, so that a model needs some.
       mask_gain: weight of growth in an update of masks, see `Masked.exchanged`; None for a method
         that has no such update.
+      adds_term: whether a phase adds the term of `SparsityConfig.rank`, so that a model needs one.
     """
 
     update: Update | None = None
@@ -171,6 +172,7 @@ class Method:
     at: float = 0.75
     changes_blocks: bool = True
     mask_gain: float | None = None
+    adds_term: bool = False
 
 
 METHODS: dict[str, Method] = {}
@@ -204,6 +206,11 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
     if method.changes_blocks:
         model.refuse_experts(f"--evolution={config.method}", "static")
         _refuse_unchangeable(model, config.method)
+    if method.adds_term and not any(model.linear(name).term for name in model.partial_projections):
+        raise UserError(
+            f"--evolution={config.method} adds a low-rank term of width sparsity.rank; legal: 1 or "
+            "more."
+        )
     if method.update is not None:
         for name, spec in dict(model.linears).items():
             if spec.weight.has_mask and method.mask_gain is None:
@@ -368,11 +375,6 @@ def _sparse_to_dense(model, config):
 
 def _low_rank_tail(model, config):
     """SLoPe (arXiv 2405.15960): adds low-rank adapters for the last steps."""
-    if not any(model.linear(name).rank for name in model.partial_projections):
-        raise UserError(
-            "--evolution=low_rank_tail adds a low-rank term of width sparsity.rank; legal: 1 or "
-            "more."
-        )
     bare = _with_sparse_specs(model, lambda s: dataclasses.replace(s, rank=0))
     return PhaseSpec(0.0, bare), PhaseSpec(until(config), model)
 
@@ -455,5 +457,5 @@ register("set", Method(update=set_blocks, mask_gain=0.0))
 register("rigl", Method(update=rigl_blocks, reads_gradients=True, mask_gain=1.0))
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
-register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99))
+register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99, adds_term=True))
 register("shared_to_own", Method(phase_specs=_shared_to_own, at=0.3, changes_blocks=False))

@@ -13,20 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import sparse_dataflow.core.weights.kinds  # noqa: F401 - registers the term
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
     LAYOUT,
+    LEAVES,
     MATRIX,
     TERMS,
     leaf_of,
     stored_form,
 )
-from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
-FACTORS = tuple(name for name, leaf in PlusLowRank.leaves().items() if leaf.role == MATRIX)
+FACTORS = tuple(name for name, leaf in LEAVES.items() if name in TERMS and leaf.role == MATRIX)
 """Leaves of a projection that are trained."""
 
 
@@ -60,7 +61,7 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
         return leaf.astype(dtype) if matrix else leaf
 
     def with_gate(module, name):
-        if not model.linear(name).rank:
+        if not model.linear(name).term:
             return module
         base = {leaf: array for leaf, array in module.items() if leaf not in FACTORS}
         weight = next(array for leaf, array in base.items() if leaf != LAYOUT)

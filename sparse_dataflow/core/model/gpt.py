@@ -416,9 +416,10 @@ def trained_block(
     x_BxTxD: jax.Array,
     context: BatchContext = NO_CONTEXT,
     shard: Shard = UNSHARDED,
+    attend: Callable = causal_attention,
 ) -> tuple[jax.Array, Metrics]:
     """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too."""
-    x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, context, shard)
+    x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, context, shard, attend)
     if config.experts:
         from sparse_dataflow.core.model.experts import auxiliary_loss, with_loss
 

@@ -13,8 +13,7 @@ from flax import nnx
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
-from sparse_dataflow.core.weights.kind import LAYOUT, TERMS, Weight, stored_form
-from sparse_dataflow.core.weights.low_rank import PlusLowRank
+from sparse_dataflow.core.weights.kind import LAYOUT, Weight, stored_form, with_term
 from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
 from sparse_dataflow.core.weights.wrapper import Wrapper
 
@@ -37,9 +36,7 @@ def linear(config: ModelConfig, projection: str, arrays: Mapping[str, Any]) -> L
             weight = wrapper.around(weight)
     if width := config.linear(projection).hadamard:
         weight = Hadamard(weight, width)
-    if TERMS <= arrays.keys():
-        weight = PlusLowRank(weight, **{name: arrays[name] for name in TERMS})
-    return Linear(weight, arrays.get("bias"))
+    return Linear(with_term(weight, arrays), arrays.get("bias"))
 
 
 def arrays(linear: Linear) -> dict[str, Any]:
@@ -134,8 +131,8 @@ def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -
     parameters = spec.weight.draw(spec, sides, gain, draw_normal, layout)
     if projection in config.biases:
         parameters["bias"] = jnp.zeros(sides[1])
-    if spec.rank:
-        parameters |= PlusLowRank.draw_term(spec.rank, sides, draw_normal)
+    if spec.term:
+        parameters |= spec.term.draw(spec, sides, gain, draw_normal)
     if layout is not None:
         parameters[LAYOUT] = layout
     return linear(config, projection, parameters)

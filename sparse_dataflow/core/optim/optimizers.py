@@ -19,7 +19,6 @@ from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER, TERMS
-from sparse_dataflow.core.weights.low_rank import PlusLowRank
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.config.training import TrainingConfig
@@ -286,7 +285,7 @@ def learning_rate_multipliers(
     Muon's update of a matrix of m inputs changes its output by sqrt(m).  An output sums f / m
     matrices, whose changes are about as coherent as Adam's, so it changes by f / sqrt(m).  Muon's
     factor is that of Adam times sqrt(m / SUPAR_WIDTH): a dense weight's is the root of Adam's.  So
-    is that of two factors, whose product moves as far (`LowRank.update_scales`).
+    is that of two factors, whose product moves as far (see `Weight.update_scales`).
 
     Under Adam the factors of a low-rank weight have the multipliers of what they read, as in
     arXiv 2406.06248, section 3: the first all inputs, the second rank / inputs as its density.
@@ -312,7 +311,9 @@ def learning_rate_multipliers(
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
-        share = PlusLowRank.term_share(name) if name in TERMS else density
+        share = density
+        if name in TERMS:
+            share = spec.term.read_share(name, spec, sides, has_muon)
         if model.supar and share is not None:
             rate *= SUPAR_WIDTH / (model.d_model * share)
             if has_muon:

@@ -128,8 +128,9 @@ def flops_per_token(
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
         weights = fan_in * fan_out * fractions[name]
-        weights += spec.rank * (fan_in + fan_out)
-        trained[name] = 2.0 * layers * spec.rank * (fan_in + fan_out)
+        added = spec.term_numbers((fan_in, fan_out))
+        weights += added
+        trained[name] = 2.0 * layers * added
         if spec.hadamard:
             weights += fan_in * sum(factors(spec.hadamard))
         active = config.active_experts if name in MLP else 1
@@ -226,7 +227,7 @@ def decoding_bytes(
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
         spec, bias = config.linear(name), fan_out if name in config.biases else 0
-        stored = fan_in * fan_out * fractions[name] + spec.rank * (fan_in + fan_out)
+        stored = fan_in * fan_out * fractions[name] + spec.term_numbers((fan_in, fan_out))
         row = spec.weight.input_row(spec, (fan_in, fan_out))
         if rows and (width := spec.weight.row_width(spec)):
             # A row has an index of two bytes.
@@ -294,11 +295,11 @@ def parameter_count(config: ModelConfig) -> int:
         block += scales * (1 if config.qk_norm_scope == EACH_HEAD else leaves)
     for name in config.projections:
         fan_in, fan_out = config.projection_shape(name)
-        rank = config.linear(name).rank
+        spec = config.linear(name)
         copies = config.stored_copies(name)
         stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
         block += fan_out * copies if name in config.biases else 0
-        block += rank * (fan_in + fan_out) + 1 if rank else 0
+        block += round(spec.term.stored(spec, (fan_in, fan_out))) if spec.term else 0
     block += config.d_model * (config.experts + config.shared_gate)
     return embeddings(config) + stored + config.stored_layers * block + norm
 

@@ -47,8 +47,7 @@ from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_mo
 from sparse_dataflow.core.optim.weight_state import WeightState
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Dense
-from sparse_dataflow.core.weights.kind import TABLE, TERMS
-from sparse_dataflow.core.weights.low_rank import PlusLowRank
+from sparse_dataflow.core.weights.kind import TABLE, TERMS, with_term
 from sparse_dataflow.core.weights.masked import Masked
 
 (KERNEL,) = Dense.leaves()
@@ -255,6 +254,9 @@ def _change_projection(
 ):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
+    if (before.weight, before.density) != (after.weight, after.density):
+        for spec in (before, after):
+            spec.weight.require("evolution", f"{place.name}: a change of what is stored")
     if after.weight.has_mask:
         assert not before.weight.stores_blocks  # `_refuse_mismatch` and phases have none.
         if (before.weight, before.density) != (after.weight, after.density):
@@ -280,10 +282,10 @@ def _change_projection(
             if not before.weight.stores_blocks:
                 state = _merge_hadamard(state, place, after.hadamard)
             state, stored = _prune(state, place, stored, after, scale, given)
-    if before.rank and not after.rank and not after.weight.stores_blocks:
-        state = _merge_low_rank(state, place)
-    if after.rank and not before.rank:
-        state = _add_low_rank(state, place, _low_rank_init(new, place.name)(key, place.layers))
+    if before.term and not after.term and not after.weight.stores_blocks:
+        state = _merge_term(state, place)
+    if after.term and not before.term:
+        state = _add_term(state, place, _term_init(new, place.name)(key, place.layers))
     return state, stored
 
 
@@ -500,24 +502,24 @@ def _convert_leaf(tree, place, before, after, convert, counts=None):
 @functools.partial(jax.jit, donate_argnums=0)
 def _sum_with_term(kernel, terms):
     """Returns the dense form [L, in, out] of a weight with its low-rank term."""
-    return PlusLowRank(Dense(kernel), **terms).dense()
+    return with_term(Dense(kernel), terms).dense()
 
 
-def _merge_low_rank(state, place):
+def _merge_term(state, place):
     """Adds a projection's low-rank term to its dense weight; drops the moments of the term."""
     terms = {leaf: place.module(state.params)[leaf] for leaf in TERMS}
     merge = lambda kernel: _sum_with_term(kernel, terms)  # noqa: E731
     params = _convert_leaf(state.params, place, KERNEL, KERNEL, merge)
 
-    def without_low_rank(tree):
+    def without_term(tree):
         module = {k: v for k, v in place.module(tree).items() if k not in TERMS}
         return place.with_module(tree, module)
 
-    return _map_trees(without_low_rank, state._replace(params=params))
+    return _map_trees(without_term, state._replace(params=params))
 
 
 @functools.cache
-def _low_rank_init(model, name):
+def _term_init(model, name):
     """Returns (key, layers) -> a projection's low-rank leaves as `gpt.init` draws them.
 
     XLA removes the draws of all other leaves.
@@ -532,7 +534,7 @@ def _low_rank_init(model, name):
     return draw
 
 
-def _add_low_rank(state, place, leaves):
+def _add_term(state, place, leaves):
     """Adds low-rank leaves to a projection, with zero moments."""
 
     def add(tree, leaves):

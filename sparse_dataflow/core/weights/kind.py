@@ -12,10 +12,16 @@ its inputs (rows); see `config.projections.ROW_PARALLEL`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from sparse_dataflow.core.config.projections import KIND_NAMES, KINDS, PATTERN_NAMES, LinearSpec
+from sparse_dataflow.core.config.projections import (
+    ADDED_TERMS,
+    KIND_NAMES,
+    KINDS,
+    PATTERN_NAMES,
+    LinearSpec,
+)
 from sparse_dataflow.files.errors import UserError
 
 MATRIX, VECTOR, SCALE, NUMBER, TABLE = "matrix", "vector", "scale", "number", "table"
@@ -195,9 +201,14 @@ class Weight:
     @classmethod
     def stored(cls, spec: LinearSpec, sides: tuple[int, int]) -> float:
         """Returns the trained numbers of a layer's weight, before they are rounded to arrays."""
+        return cls.numbers(spec, sides, set(ROLE_AXES) - {TABLE})
+
+    @classmethod
+    def numbers(cls, spec: LinearSpec, sides: tuple[int, int], roles: Collection[str]) -> int:
+        """Returns the numbers of a layer's arrays of some roles."""
         leaves = cls.leaves()
         shapes = cls.shapes(spec, sides).items()
-        return sum(math.prod(shape) for name, shape in shapes if leaves[name].role != TABLE)
+        return sum(math.prod(shape) for name, shape in shapes if leaves[name].role in roles)
 
     @classmethod
     def check(cls, name: str, spec: LinearSpec, sides: tuple[int, int]) -> None:
@@ -300,6 +311,9 @@ class Weight:
 
 Kind = TypeVar("Kind", bound=type[Weight])
 
+CLASSES: list[type[Weight]] = []
+"""All registered classes of weights."""
+
 ON_REGISTER: list[Callable[[type[Weight]], None]] = []
 """Functions of each new class of weights; `weight` registers it as a pytree."""
 
@@ -338,12 +352,22 @@ def register(weight: Kind) -> Kind:
     return _registered(weight, leaves)
 
 
-def register_term(weight: Kind) -> Kind:
-    """Registers a wrapper whose arrays are stored beside those of its base, as a decorator."""
-    leaves = weight.leaves()
-    _check_leaves(weight, leaves)
-    TERMS.update(leaves)
-    return _registered(weight, leaves)
+def register_term(setting: str) -> Callable[[Kind], Kind]:
+    """Returns a decorator that registers a term: a wrapper whose arrays are stored beside those of
+    its base, and whose facts are said as those of a kind.
+
+    Args:
+      setting: the field of a `LinearSpec` that adds the term where it is not 0.
+    """
+
+    def registered(weight: Kind) -> Kind:
+        leaves = weight.leaves()
+        _check_leaves(weight, leaves)
+        TERMS.update(leaves)
+        ADDED_TERMS[setting] = weight
+        return _registered(weight, leaves)
+
+    return registered
 
 
 def _check_leaves(weight, leaves):
@@ -357,6 +381,7 @@ def _check_leaves(weight, leaves):
 
 def _registered(weight, leaves):
     LEAVES.update(leaves)
+    CLASSES.append(weight)
     for seen in ON_REGISTER:
         seen(weight)
     return weight
@@ -366,6 +391,15 @@ def stored_form(arrays: Mapping[str, Any]) -> type[Weight] | None:
     """Returns the class whose arrays these are, beside those of an added term and a bias; None if
     they are no weight's."""
     return _FORMS.get(frozenset(name for name in arrays if name in LEAVES and name not in TERMS))
+
+
+def with_term(weight: Weight, arrays: Mapping[str, Any]) -> Weight:
+    """Returns a weight with the added term whose arrays there are; the weight itself for none."""
+    for term in ADDED_TERMS.values():
+        names = term.leaves()
+        if names.keys() <= arrays.keys():
+            weight = term(weight, **{name: arrays[name] for name in names})
+    return weight
 
 
 def is_table(name: str) -> bool:

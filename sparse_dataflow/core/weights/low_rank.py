@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 from sparse_dataflow.core.weights.dense import Dense
@@ -143,7 +142,7 @@ class LowRank(Weight):
         return f"{sides[0]}x{sides[1]}", f"{density:.4g}", rank
 
 
-@register_term
+@register_term("rank")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PlusLowRank(Wrapper):
     """The base plus a gated low-rank term (arXiv 2112.00029, section 3.3), or an adapter.
@@ -182,20 +181,22 @@ class PlusLowRank(Wrapper):
         return x @ self.base + broadcast_like(self.gate, term) * term
 
     @classmethod
-    def term_share(cls, leaf: str) -> float | None:
-        """Returns the share of the inputs that an output of an array sums; None for the second
-        factor, which sums a constant rank."""
-        return {"a_kernel": 1.0}.get(leaf)
+    def shapes(cls, spec, sides):
+        return {"a_kernel": (sides[0], spec.rank), "b_kernel": (spec.rank, sides[1]), "gate": ()}
 
     @classmethod
-    def draw_term(
-        cls, rank: int, sides: tuple[int, int], normal: Callable[[tuple[int, ...], float], Any]
-    ) -> dict[str, Any]:
-        """Returns new arrays of a term that adds nothing at first: b_kernel is 0, the gate 1."""
+    def read_share(cls, leaf, spec, sides, has_muon):
+        """See `Weight`; None for the second factor, which sums a constant rank."""
+        return 1.0 if leaf == "a_kernel" else None
+
+    @classmethod
+    def draw(cls, spec, sides, gain, normal, layout=None):
+        """See `Weight`; the term adds nothing at first: b_kernel is 0, the gate 1."""
         import jax.numpy as jnp
 
-        first = normal((sides[0], rank), 1 / math.sqrt(sides[0]))
-        return {"a_kernel": first, "b_kernel": jnp.zeros((rank, sides[1])), "gate": jnp.ones(())}
+        shapes = cls.shapes(spec, sides)
+        first = normal(shapes["a_kernel"], 1 / math.sqrt(sides[0]))
+        return {"a_kernel": first, "b_kernel": jnp.zeros(shapes["b_kernel"]), "gate": jnp.ones(())}
 
     def dense(self):
         return self.base.dense() + self.gate[..., None, None] * (self.a_kernel @ self.b_kernel)

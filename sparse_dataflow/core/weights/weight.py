@@ -1,7 +1,7 @@
 """The wrappers of weights, a projection `y = x W + b`, and all kinds as pytrees.
 
 A model writes `x @ w` and knows no layout.  A kind (`kinds`) stores a matrix.  A wrapper has a
-`base` and changes its product: `PlusLowRank`, `Hadamard`, `Thresholded` and `Probed`.  Every weight
+`base` and changes its product: an added term, `Hadamard`, `Thresholded` and `Probed`.  Every weight
 is a pytree.  Its arrays have the names that checkpoints use.
 
 A layout is a leaf of its weight.  `LayoutTables` are arrays: a program takes any layout of their
@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sparse_dataflow.core.config.projections import KINDS, PRECISIONS
+import sparse_dataflow.core.weights.kinds  # noqa: F401 - registers all kinds
+from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import BlockLayout, FixedTables
 from sparse_dataflow.core.ops.derivatives import broadcast_like
-from sparse_dataflow.core.weights import kinds
-from sparse_dataflow.core.weights.kind import METADATA, ON_REGISTER, Weight
+from sparse_dataflow.core.weights.kind import CLASSES, METADATA, ON_REGISTER, Weight
 from sparse_dataflow.core.weights.wrapper import Wrapper
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _as_pytree(weight: type[Weight]) -> None:
     jax.tree_util.register_dataclass(weight, data, static)
 
 
-for _weight in (*KINDS.values(), kinds.dense.Quantised, kinds.low_rank.PlusLowRank):
+for _weight in CLASSES:
     _as_pytree(_weight)
 ON_REGISTER.append(_as_pytree)
 

@@ -6,10 +6,12 @@ import re
 import pytest
 from jax.sharding import AbstractMesh
 
+from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import CHIPS
 from sparse_dataflow.planner import plan_memory, remat
 from sparse_dataflow.runs.parallel import ParallelConfig
@@ -95,13 +97,42 @@ def test_a_limit_that_nothing_meets_names_one_that_is_met():
     settled(re.search(r"limit, ([\d.]+GiB)", str(refused.value))[1])
 
 
-@pytest.mark.parametrize("executor", ["relay", "pipeline"])
-def test_executors_whose_blocks_are_alike_refuse_a_limit(executor):
-    with pytest.raises(
-        UserError,
-        match=r"memory_limit=1GiB with parallel\.executor=.*with it: none",
-    ):
-        CONFIG.change(parallel__executor=executor, parallel__memory_limit="1GiB")
+@pytest.mark.parametrize(("share", "remat"), [(0.87, "auto"), (0.97, "full")])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel__executor": "relay"},
+        {"parallel__mesh": "stage:2,fsdp:2,tensor:2"},
+        {"parallel__mesh": "stage:2,feature:2,context:2"},
+    ],
+)
+def test_blocks_that_are_alike_keep_to_a_limit(changes, share, remat):
+    machine = machines.parse("h200:8")
+    whole = CONFIG.change(**changes, training__batch=32, training__micro_batches=2)
+    most = settling.settle(whole.change(model__remat="none"), machine).chip_bytes
+    limit = f"{share * most / GIB:.3f}GiB"
+    free = whole.change(training__micro_batches=0, model__remat=remat, parallel__memory_limit=limit)
+    result = settling.settled_within_limit(free, machine)
+    assert result.chip_bytes <= share * most * 1.001 and result.config.model.remat != "auto"
+    assert not settling.chooses_each_block(result.config.parallel, 8)
+    executor = devices.executor(result.config, 8)
+    assert settling.settled_remat(result.config, CHIP, executor) is result.config
+    with pytest.raises(UserError, match=r"memory_limit=1MiB: .*needs"):
+        settling.settled_within_limit(free.change(parallel__memory_limit="1MiB"), machine)
+
+
+def test_the_relay_of_a_cpu_keeps_to_a_limit_too():
+    machine = dataclasses.replace(machines.parse("h200:1"), host=True)
+    config = CONFIG.change(parallel__executor="relay", training__micro_batches=0)
+    most = settling.settle(config, machine).chip_bytes
+    assert (
+        settling.settled_within_limit(
+            config.change(parallel__memory_limit=str(int(0.7 * most))), machine
+        ).chip_bytes
+        <= 0.7 * most
+    )
+    with pytest.raises(UserError, match=r"memory_limit=9MiB: the relay needs .*; legal: as much"):
+        settling.settled_within_limit(config.change(parallel__memory_limit="9MiB"), machine)
 
 
 @pytest.mark.parametrize(("text", "size"), [("16GiB", 2**34), ("1.5MiB", 3 * 2**19), ("9e9", 9e9)])

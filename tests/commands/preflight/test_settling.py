@@ -57,6 +57,15 @@ def test_a_memory_limit_gets_micro_batches_and_leaves_each_blocks_remat_to_its_p
     assert settled(tiny, 2**40) == tiny
 
 
+def test_a_memory_limit_of_the_relay_is_settled_at_once():
+    """Its blocks have one kind of remat, so that nothing is left to choose."""
+    whole = MINI.change(parallel__executor="relay")
+    config = settled(whole.change(parallel__memory_limit="1.3GiB"), 2**40)
+    assert config.model.remat == "none" and config.training.micro_batches >= 1
+    with pytest.raises(UserError, match="memory_limit=1MiB: the relay needs"):
+        settled(whole.change(parallel__memory_limit="1MiB"), 2**40)
+
+
 def test_what_does_not_fit_names_a_scale_that_does():
     with pytest.raises(UserError, match=r"the largest scale that fits is --scale=") as refused:
         settled(preset("13b").change(training__batch=8), 1.2 * GIB)

@@ -4,8 +4,8 @@ Run as a process, because the number of devices is fixed at start; `compared.py`
 Arguments: the task; the name of the model, or of the evolution, with "+OPTION" for what changes its
 training; then executors. A mesh is "data:2,tensor:4/ZERO/MICRO_BATCHES", with "exchange," before it
 to send tokens to experts and "halves," for two sub-batches. Pipelines add "/SCHEDULE/CHUNKS", and
-optionally "/2+3", the layers of each virtual stage. The relay is "relay/STASH/MICRO_BATCHES", or
-"relay,data:2/..." over devices.
+optionally "/2+3", the layers of each virtual stage. The relay is "relay/STASH/MICRO_BATCHES",
+"relay,eager/..." with eager clipping, or "relay,data:2/..." over devices.
 """
 
 import contextlib
@@ -163,7 +163,8 @@ def executor(text, model):
     axes, zero, micro, *pipeline = text.split("/")
     if axes.startswith("relay"):
         mesh = Mesh(np.array(jax.devices()[:2]), ("data",)) if axes == "relay,data:2" else None
-        return RelayExecutor(RelayConfig(zero), mesh=mesh), int(micro)
+        clipping = "eager" if axes == "relay,eager" else "exact"
+        return RelayExecutor(RelayConfig(zero, clipping), mesh=mesh), int(micro)
     exchange, axes = axes.startswith("exchange,"), axes.removeprefix("exchange,")
     parts, axes = 1 + axes.startswith("halves,"), axes.removeprefix("halves,")
     # "on:4,data:2,tensor:2" is a mesh over four of the eight devices.
@@ -178,7 +179,7 @@ def executor(text, model):
     layers = tuple(int(n) for n in "".join(layer_counts).split("+") if n)
     stages = mesh.shape["stage"], int(chunks)
     division = Division(*stages, layers) if layers else divide(model.num_layers, *stages)
-    return Pipelined(mesh, zero, exchange, division=division, schedule=schedule), int(micro)
+    return Pipelined(mesh, zero, exchange, parts, division=division, schedule=schedule), int(micro)
 
 
 OPTIONS = {
@@ -197,6 +198,7 @@ OPTIONS = {
     "new_rows_lion": {"new_rows": (10, 30), "new_rows_first": 0.67, "optimizer": "lion"},
     # The second step is a spike.
     "spikes": {"skip_spikes": 4.0},
+    "spikes_unclipped": {"skip_spikes": 4.0, "clip": 1e6},
     "answers": {"padded": True},
     "measured": {"measured": True},
 }
@@ -255,8 +257,8 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
     sparse weights learn faster.
     """
     training = TrainingConfig(
-        STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, clip=CLIP, sparse_rate=2.0,
-        **changes,
+        STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, sparse_rate=2.0,
+        **{"clip": CLIP, **changes},
     )  # fmt: skip
     model = adapted_model.with_adapters(model, training.adapter_rank, training.frozen_dtype)
     rng = np.random.default_rng(0)

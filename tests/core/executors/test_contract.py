@@ -32,6 +32,9 @@ ONCE = [
     ("sparse_depth", "halves,fsdp:2,context:2,feature:2/3/1", "relay/device/2"),
     ("sparse_deep_full+measured", "stage:2,fsdp:2,tensor:2/2/2/interleaved/2/2+1+1+1"),
     ("dense", "relay/device/1", "relay/host/2"),
+    # Stages whose devices have shares of each sequence, or of the features.
+    ("sparse", "halves,on:4,stage:2,context:2/0/2/1f1b/1", "on:4,stage:2,feature:2/0/2/1f1b/1"),
+    ("dense+spikes_unclipped", "relay,eager/device/2"),
 ]
 DAILY = [
     # "multi_query" has fewer key/value heads than the axis tensor has devices.
@@ -76,6 +79,12 @@ DAILY = [
     ("sparse_depth", "on:4,stage:2,fsdp:2/3/2/1f1b/1", "on:2,stage:2/0/2/gpipe/1/1+2"),
     ("shared", "on:4,stage:2,tensor:2/2/2/1f1b/1"),
     ("llama+adapters", "on:4,stage:2,fsdp:2/3/2/1f1b/1"),
+    ("documents", "on:4,stage:2,context:2/3/2/zero_bubble/1"),
+    ("llama+answers", "halves,on:4,stage:2,context:2/3/2/1f1b/1"),
+    ("sparse+teacher", "on:4,stage:2,context:2/2/2/1f1b/1"),
+    ("experts", "on:4,stage:2,context:2/3/2/1f1b/1"),
+    ("wide+adafactor", "on:4,stage:2,feature:2/2/2/1f1b/1"),
+    ("sparse_depth+measured", "halves,stage:2,feature:2,context:2/2/2/1f1b/1"),
     ("sparse_depth+adapters", "on:2,stage:2/0/2/zero_bubble/1"),
     ("dense+int8", "on:2,stage:2/0/2/1f1b/1"),
     ("low_rank", "on:4,feature:2,tensor:2/0/1"),
@@ -222,6 +231,11 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
             ("rigl", "fsdp:2,context:2,tensor:2/3/1"),
             ("rigl", "relay/device/1"),
             ("rigl", "on:4,feature:2,tensor:2/3/1"),
+            (
+                "rigl",
+                "on:4,stage:2,feature:2/0/1/1f1b/1",
+                "halves,on:4,stage:2,context:2/2/1/1f1b/1",
+            ),
             ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
         ],
         at_night=[
@@ -254,6 +268,8 @@ def test_layouts_evolve_as_on_one_device(method, texts):
             ("masked", "relay/device/1"),
             ("masked", "on:4,feature:2,tensor:2/3/1", "stage:2,fsdp:2,tensor:2/2/2/1f1b/1"),
             ("masked_and_stored", "on:4,feature:2,fsdp:2/3/1", "on:2,stage:2/0/1/1f1b/1"),
+            ("masked_and_stored", "on:4,stage:2,feature:2/0/1/1f1b/1"),
+            ("sparse_deep", "halves,on:4,stage:2,context:2/0/1/1f1b/1"),
         ],
     ),
 )

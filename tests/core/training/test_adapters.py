@@ -191,7 +191,7 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     everything = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     assert plan.total == pytest.approx(everything, rel=0.25)
     # Weights, and 16 bytes for each parameter of the adapters.
-    expected = memory.frozen_bytes(model) + 16 * memory.adapter_count(model)
+    expected = memory.frozen_bytes(model) + 16 * memory.term_count(model)
     whole_training = dataclasses.replace(training, adapter_rank=0)
     assert plan.state == expected < plan_memory.training_bytes(base, whole_training).state / 3
 

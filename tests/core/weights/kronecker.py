@@ -22,6 +22,7 @@ class Kronecker(Weight):
 
     kind = "kronecker"
     words = "Kronecker products"
+    offers = frozenset({"rank"})
 
     first: Any = dataclasses.field(metadata={LEAF: Leaf(MATRIX, has_muon=True)})
     second: Any = dataclasses.field(

@@ -18,20 +18,24 @@ from marks import some
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import sharding, whole
+from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, make_train_step
+from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.core.weights import kind as kinds
 from sparse_dataflow.core.weights.kind import LEAF, LEAVES, MATRIX, Leaf, Weight, stored_form
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_form
-from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.planner import memory, plan_memory
+from sparse_dataflow.runs.adapted_model import with_adapters
 from sparse_dataflow.runs.run_config import preset
 
 PACKAGE = pathlib.Path(__file__).parents[3] / "sparse_dataflow"
@@ -188,13 +192,66 @@ def test_a_pattern_chooses_a_kind_of_somebody_else_in_a_run(monkeypatch):
     [
         (lambda m: dataclasses.replace(m, experts=4), "mlp_in of experts .*Kronecker products"),
         (lambda m: dataclasses.replace(m, precision="int8"), "precision=int8 .*Kronecker"),
-        (lambda m: LinearSpec("kronecker", rank=2), "rank=2 does not go with Kronecker"),
+        (lambda m: LinearSpec("kronecker", hadamard=2), "hadamard=2 does not go with Kronecker"),
         (lambda m: LinearSpec("kronecker", turned_dense=True), "turned_dense=True does not"),
     ],
 )
 def test_what_a_kind_does_not_offer_is_refused(feature, words):
     with pytest.raises(UserError, match=words):
         feature(MODEL.with_linears(LinearSpec("kronecker", "kronecker")))
+
+
+EXCHANGING = sorted(name for name, method in METHODS.items() if method.changes_blocks)
+
+
+@pytest.mark.parametrize("method", EXCHANGING)
+def test_a_kind_that_is_no_part_of_a_dense_weight_is_not_evolved(method):
+    model = MODEL.with_linears(LinearSpec("kronecker", "kronecker", rank=2))
+    with pytest.raises(UserError, match="needs a sparse projection"):
+        phase_specs(model, EvolutionConfig(method))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("kronecker", "dense"),
+        ("dense", "kronecker"),
+        ("low_rank", "masked"),
+        ("block_sparse", "low_rank"),
+    ],
+)
+def test_a_model_does_not_turn_into_a_kind_that_has_no_way_there(before, after):
+    before, after = (MODEL.with_linears(spec_of(key)) for key in (before, after))
+    state = initial_state(before, TrainingConfig(20, 4, 8))
+    with pytest.raises(UserError, match=r"a change of what is stored does not go with .*; legal"):
+        change_model(state, before, after)
+
+
+TERMED = sorted(key for key in KEYS if "rank" in KINDS[key].offers)
+
+
+@pytest.mark.parametrize("key", some(TERMED, "kronecker"))
+def test_an_added_term_goes_with_each_kind_that_offers_one(key):
+    """It is counted, drawn, all that adapters train, and part of the dense form."""
+    base = MODEL.with_linears(spec_of(key))
+    model = with_adapters(base, rank=3)
+    params, _ = without_tables(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
+    assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
+    sides = [sum(model.projection_shape(name)) for name in model.projections]
+    assert memory.term_count(model) == 3 * MODEL.num_layers * sum(sides)
+    added = cost.flops_per_token(model, 8, training=False).total
+    added -= cost.flops_per_token(base, 8, training=False).total
+    assert added == 2 * memory.term_count(model)
+    training = TrainingConfig(20, 4, 8, learning_rate=1e-2, adapter_rank=3)
+    state = initial_state(model, training)
+    names = {p[-1].key for p, _ in jax.tree_util.tree_leaves_with_path(state.params)}
+    assert names == {"a_kernel", "b_kernel"}
+    state = state._replace(params=jax.tree.map(lambda leaf: leaf + 0.1, state.params))
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 9), np.int32)
+    dense, params = dense_form(model, state.weights)
+    expected = whole.logits(model, state.weights, tokens)
+    actual = whole.logits(dense, weights_of(params, {}), tokens)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def incomplete(**changes):
@@ -248,6 +305,18 @@ HOMES = (
     "interchange/serving/run_in_torch.py",
 )  # fmt: skip
 """Who names arrays: the kinds, a reader of a foreign format, and two that run without us."""
+
+
+def test_no_other_file_names_a_kind():
+    """What a kind is stands in its class.  A method of evolution and a help text have its name."""
+    allowed = {"core/layouts/evolution.py", "core/config/sparsity.py"}
+    pattern = re.compile("low_?rank(?!-)", re.IGNORECASE)
+    named = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if pattern.search(path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in named if not name.startswith("core/weights/")} == allowed
 
 
 def test_no_other_file_compares_kinds_or_names_arrays():
