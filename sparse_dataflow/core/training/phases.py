@@ -63,8 +63,8 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
 def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequence: int) -> float:
     """Returns the training FLOPs per token, on average over the phases of a run.
 
-    A dense model has the same FLOPs in all phases, whatever the evolution.  Layout updates do not
-    count.
+    A dense model has the same FLOPs in all phases of a method that changes blocks.  Layout updates
+    do not count.
 
     Args:
       model: final or initial config of the model; see `EvolutionConfig`.
@@ -73,7 +73,7 @@ def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequenc
     Raises:
       UserError: the evolution method does not fit the model.
     """
-    if not model.partial_projections:
+    if not model.partial_projections and METHODS[evolution.method].changes_blocks:
         return cost.flops_per_token(model, sequence).total
     specs = phase_specs(model, evolution)
     stops = [spec.start for spec in specs[1:]] + [1.0]

@@ -15,10 +15,12 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
-from sparse_dataflow.core.model import stacks
+from sparse_dataflow.core.model import left_out, stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import StepReport
+from sparse_dataflow.core.training import omission
+from sparse_dataflow.core.training.omission import Chooser
 from sparse_dataflow.core.training.step import (
     abstract_state,
     initial_state,
@@ -207,7 +209,9 @@ def compile_programs(
             programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
     for before, after in itertools.pairwise(phase_specs):
         state = initial_state(before.model, training, executor)
-        convert_state(state, before.model, after.model, executor)
+        batch = executor.put(data.train.example, data.train.batch_size)
+        chooser = feature_chooser(evolution, training, itertools.repeat(batch))
+        convert_state(state, before.model, after.model, chooser, executor)
     return programs
 
 
@@ -225,9 +229,11 @@ def _compile(phase, training, data, executor):
         teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
-        programs["place_layouts"] = _with_newest(programs["place_layouts"])
+        programs["place_layouts"] = _with_newest(_of_computed(programs["place_layouts"]))
         return Compiled(**programs, seconds=time.perf_counter() - start, teach=teach)
-    place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
+    place = _of_computed(
+        functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
+    )
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
     rest = stacks.with_layouts(model, shapes.rest)
     weights = place(shapes._replace(rest=rest).weights)
@@ -244,6 +250,11 @@ def _compile(phase, training, data, executor):
         _with_newest(place),
         teach=teach,
     )
+
+
+def _of_computed(place):
+    """Returns a `place_layouts` of the weights without what a phase leaves out."""
+    return lambda weights: place(dataclasses.replace(weights, rest=left_out.without(weights.rest)))
 
 
 def _with_newest(place):
@@ -373,7 +384,30 @@ def evolve_layouts(
     return executor.place(state, model)
 
 
-def convert_state(state, before, after, executor: Executor = SINGLE_DEVICE):
-    """Returns the state of model `before` as a state of model `after`; see `change_model`."""
-    state = change_model(executor.canonical(state, before), before, after)
+def feature_chooser(
+    evolution: EvolutionConfig, training: TrainingConfig, batches: Iterator
+) -> Chooser:
+    """Returns how the features of a phase are chosen that leaves some out.
+
+    Args:
+      batches: training batches, as put by the executor.
+    """
+    tokens = (batch["tokens"] for batch in batches)
+    return Chooser(evolution.features, tokens, portions(training, evolution.sequences))
+
+
+def convert_state(state, before, after, chooser: Chooser, executor: Executor = SINGLE_DEVICE):
+    """Returns the state of model `before` as a state of model `after`; see `change_model`.
+
+    Features that `before` leaves out are put back, and those that `after` leaves out are chosen.
+    """
+    state = executor.canonical(state, before)
+    if before.left_out:
+        state, before = omission.put_back(state, before), before.with_all_features
+    whole = after.with_all_features if after.left_out else after
+    if before != whole:
+        state = change_model(state, before, whole)
+    if after.left_out:
+        positions = chooser.positions(state, whole, after.left_out)
+        state = omission.leave_out(state, after, positions)
     return executor.place(state, after)
