@@ -132,7 +132,8 @@ def phases_flops(
     teacher: "Teacher | None" = None,
     depth: DepthSchedule = FULL_DEPTH,
 ) -> float:
-    """Returns the model FLOPs of a training in these phases, with its layout updates.
+    """Returns the model FLOPs of a training in these phases, with its layout updates and what is
+    measured to choose features.
 
     The forward pass of a teacher counts; the training of the teacher does not.
     """
@@ -143,13 +144,23 @@ def phases_flops(
         share = depth.mean_share(phase.model.num_layers, *span)
         total += phase.steps * tokens * token_flops(phase.model, training, teacher, share)
     if METHODS[evolution.method].reads_gradients:
-        from sparse_dataflow.core.executors.block_gradients import portions  # Loads jax.
-
-        rows, calls, _ = portions(training, evolution.sequences)
-        measured = rows * calls * training.sequence
+        measured = _measured_tokens(evolution, training)
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
+    for phase in run_phases:
+        if phase.model.left_out and evolution.features != "uniform":
+            whole = phase.model.with_all_features
+            forward = cost.flops_per_token(whole, training.sequence, training=False).total
+            total += _measured_tokens(evolution, training) * forward
     return total
+
+
+def _measured_tokens(evolution, training):
+    """Returns the tokens that a layout update, or the choice of features, measures."""
+    from sparse_dataflow.core.executors.block_gradients import portions  # Loads jax.
+
+    rows, calls, _ = portions(training, evolution.sequences)
+    return rows * calls * training.sequence
 
 
 def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> None:
