@@ -135,8 +135,9 @@ def table(results: list[dict]) -> str:
         pairs = [bits[seed] / full[seed] - 1 for seed in bits if seed in full]
         to_full = "-"
         if arm not in (FIRST, FULL) and pairs:
-            error = np.std(pairs, ddof=1) / len(pairs) ** 0.5 if len(pairs) > 1 else np.nan
-            to_full = f"{np.mean(pairs):+.2%} ± {error:.2%}"
+            to_full = f"{np.mean(pairs):+.2%}"
+            if len(pairs) > 1:
+                to_full += f" ± {np.std(pairs, ddof=1) / len(pairs) ** 0.5:.2%}"
         values = list(bits.values())
         return (
             arm,

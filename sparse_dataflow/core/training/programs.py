@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
-from sparse_dataflow.core.model import left_out, stacks
+from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import StepReport
@@ -229,11 +230,9 @@ def _compile(phase, training, data, executor):
         teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
-        programs["place_layouts"] = _with_newest(_of_computed(programs["place_layouts"]))
+        programs["place_layouts"] = _with_newest(programs["place_layouts"])
         return Compiled(**programs, seconds=time.perf_counter() - start, teach=teach)
-    place = _of_computed(
-        functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
-    )
+    place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
     rest = stacks.with_layouts(model, shapes.rest)
     weights = place(shapes._replace(rest=rest).weights)
@@ -252,21 +251,18 @@ def _compile(phase, training, data, executor):
     )
 
 
-def _of_computed(place):
-    """Returns a `place_layouts` of the weights without what a phase leaves out."""
-    return lambda weights: place(dataclasses.replace(weights, rest=left_out.without(weights.rest)))
-
-
 def _with_newest(place):
-    """Returns a `place_layouts` that keeps its last result while what is not trained is the same
-    object, as that of a state is from one update to the next."""
-    given: Any = None
+    """Returns a `place_layouts` that keeps its last result while what is not trained has the same
+    arrays, as that of a state has from one update to the next."""
+    given: list = []
     placed: Any = None
 
     def newest(weights):
         nonlocal given, placed
-        if placed is None or weights.rest is not given:
-            given, placed = weights.rest, place(weights).rest
+        leaves = jax.tree.leaves(weights.rest)
+        same = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
+        if placed is None or not same:
+            given, placed = leaves, place(weights).rest
         return dataclasses.replace(weights, rest=placed)
 
     return newest
