@@ -14,6 +14,8 @@ RUN = {
     "experiments.chip_report": E + "test_benches.py::test_this_cpu_is_measured",
     "experiments.compile_plan": "tests/compile/test_plans_compile.py::test_a_shipped_plan",
     "experiments.coordinate_check": E + "test_small_studies.py::test_coordinate_check",
+    "experiments.dense_end": E + "test_small_studies.py::test_a_training_with_a_dense_end",
+    "experiments.omit_features": E + "test_small_studies.py::test_features_are_omitted",
     "experiments.decode_bench": E + "test_benches.py::test_decode_bench",
     "experiments.evaluate": E + "test_evaluate.py::test_a_run_and_its_twin",
     "experiments.export": E + "test_exchange_runs.py::test_a_run_writes_exports_and_is_begun_from",

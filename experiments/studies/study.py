@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from sparse_dataflow.commands.training_data import (
 )
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.messages import say
+from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
@@ -176,6 +177,7 @@ def train(
     evaluations: int = EVALUATIONS_A_RUN,
     compiled: dict | None = None,
     keep_weights: bool = True,
+    start: Callable[[], TrainState] | None = None,
 ) -> dict | None:
     """Trains one model to its end, resuming where it was stopped; None if `stop()` ends it before.
 
@@ -188,6 +190,7 @@ def train(
       evaluations: number of periodic evaluations.
       compiled: `cache` of `compile_programs`, for trainings of the same model.
       keep_weights: whether the checkpoints stay after the last step.
+      start: returns the state before the first step; None for one that is drawn.
 
     Returns:
       {"bits_per_byte", "loss" (nats a token), "steps", "tokens", "seconds", "flops"} of the whole
@@ -217,6 +220,7 @@ def train(
             last=[Show(progress, every, 2 * every)],
         ),
         clock=clock,
+        start=start,
         metrics=MetricsWriter,
         checkpoints=functools.partial(Checkpoints, keep=1),
     )

@@ -15,7 +15,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.model import adapters, left_out
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import (
     ModelWeights,
@@ -23,6 +23,7 @@ from sparse_dataflow.core.model.stacks import (
     split_layouts,
 )
 from sparse_dataflow.core.optim.by_weight import evaluated
+from sparse_dataflow.core.training.omission import whole_params
 from sparse_dataflow.core.training.phases import phase_before, phases
 from sparse_dataflow.core.training.saved_state import (
     SavedProgress,
@@ -164,8 +165,9 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
 
     Does not change the folder; the run may still be in progress.  The model multiplies in its
     compute dtype, whatever the precision of its training was.  Layers that share a block in the
-    checkpoint's phase have copies of it.  A run of adapters has these
-    alone; `interchange.starting_point.load_run` adds the weights that they are for.
+    checkpoint's phase have copies of it, and what the phase leaves out is put back.  A run of
+    adapters has these alone; `interchange.starting_point.load_run` adds the weights that they are
+    for.
 
     Args:
       variant: variant of the run, "sparse" or "dense"; empty for the first.
@@ -213,7 +215,11 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         phase_before(SavedProgress.from_extra(facts, model_phases).phases, step)
     ].model
     frozen, layouts = split_layouts(state.state(shape).rest)
-    params = adapters.merged(evaluated(training, state.moments, state.params), frozen)
+    params = evaluated(training, state.moments, state.params)
+    if shape.left_out:
+        params, frozen = whole_params(shape, params, frozen), left_out.without(frozen)
+        shape = shape.with_all_features
+    params = adapters.merged(params, frozen)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)

@@ -24,7 +24,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
-from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model import gpt, left_out, stacks
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.partition import trained_and_rest
@@ -114,7 +114,7 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
     def draw():
         params: dict = gpt.init(model, jax.random.key(0))
         trained, rest = trained_and_rest(model, params, 1.0 if adapted else None)
-        return trained, rest or {}
+        return trained, left_out.without(rest) or {}
 
     params, rest = jax.eval_shape(draw)
     weights = {

@@ -203,10 +203,10 @@ SETTINGS = (
         f"{LEGAL} 0",
     ),
     Conflict(
-        _other("evolution.method", _one_of("static", "shared_to_own"), "rigl"),
+        _other("evolution.method", _one_of("static", "shared_to_own", "omit_features"), "rigl"),
         (_lacking("evolution"),),
         "which is no part of a dense weight",
-        f"{LEGAL} static, shared_to_own",
+        f"{LEGAL} static, shared_to_own, omit_features",
     ),
     Conflict(
         _other("sparsity.budget", _one_of("uniform"), "compute"),

@@ -7,9 +7,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS, EvolutionConfig
 from sparse_dataflow.core.layouts import model_layouts
-from sparse_dataflow.core.layouts.evolution import (
-    phase_specs,
-)
+from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.adapted_model import with_adapters
@@ -66,8 +64,11 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         config = dataclasses.replace(config, training=plain)
     if name == "dense":
         model = with_adapters(dense, *adapted)
-        shared = config.evolution.method == "shared_to_own" and not config.sparsity.projections
-        evolution = config.evolution if shared else EvolutionConfig()
+        method = METHODS[config.evolution.method]
+        changes_dense = method.phase_specs is not None and not method.changes_blocks
+        alone = changes_dense and not config.sparsity.projections
+        evolution = config.evolution if alone else EvolutionConfig()
+        phase_specs(model, evolution)  # Raises if the method does not fit the model.
         return Variant(name, model, config.training, evolution)
     if name == "narrow":
         sparse = variant(config, "sparse", vocab_size)

@@ -23,6 +23,35 @@ def test_coordinate_check(job, tmp_path):
 
 
 @pytest.mark.slow
+def test_features_are_omitted_and_put_back(job, tmp_path):
+    size = ("--scale=pico", "--steps=2", "--more=40", "--seeds=1", "--set=model.num_layers=1")
+    arms = ("--arms=full,top", f"--corpus={job.corpus}", f"--out={tmp_path / 'out'}")
+    done = job.run(*size, *arms, experiment="omit_features")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "omission.json").read_text())["results"]
+    flops = {result["arm"]: result["flops"] for result in results}
+    assert list(flops) == ["first", "full", "top"]
+    assert flops["top"] == pytest.approx(flops["full"], rel=1 / 30)
+    rows_of_top = rows(tmp_path / "out" / "top", "seed_0")
+    stored = [row["parameters"] for row in rows_of_top if row["kind"] == "evolution"]
+    assert stored == sorted(stored) and len(set(stored)) == 5
+
+
+@pytest.mark.slow
+def test_a_training_with_a_dense_end_is_compared(job, tmp_path):
+    size = ("--scale=pico", "--block=16", "--steps=4", "--seeds=1", "--set=model.num_layers=1")
+    cells = ("--ratios=0.5", "--lengths=0.5,1", "--optimizers=muon", "--arms=mlp_half")
+    where = (f"--corpus={job.corpus}", f"--out={tmp_path / 'out'}", "--estimate=125m")
+    done = job.run(*size, *cells, *where, experiment="dense_end")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "dense_end.json").read_text())["results"]
+    assert [(r["arm"], r["steps"]) for r in results] == [
+        ("dense", 2), ("dense", 4), ("mlp_half", 4),
+    ]  # fmt: skip
+    assert "| mlp_half | 0.5 | 4 |" in (tmp_path / "out" / "dense_end.md").read_text()
+
+
+@pytest.mark.slow
 def test_pipeline_bubble(job, tmp_path):
     size = ("--stages=2", "--micro_batches=2", "--milliseconds=1", "--rounds=1")
     where = (f"--page={tmp_path / 'page.html'}", f"--keep={tmp_path / 'kept'}")

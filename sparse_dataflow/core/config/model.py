@@ -103,6 +103,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
         leaves it empty.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
+      left_out: hidden features of each MLP that are left out, beside the d_ff that take part.  A
+        phase of the evolution method omit_features; no setting.
       seed: offset of the patterns, and so the seed of random ones.
 
     Examples:
@@ -237,6 +239,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         "the whole window.",
     )
     shared_layers: bool = False
+    left_out: int = 0
     seed: int = 0
 
     def __post_init__(self):
@@ -372,6 +375,18 @@ class ModelConfig(AttentionSettings, RotarySettings):
     def stored_layers(self) -> int:
         """Blocks whose parameters exist: one that all layers share, or one for each layer."""
         return 1 if self.shared_layers else self.num_layers
+
+    @property
+    def with_all_features(self) -> "ModelConfig":
+        """The model with the hidden features that it leaves out."""
+        return dataclasses.replace(self, d_ff=self.d_ff + self.left_out, left_out=0)
+
+    @property
+    def left_out_part(self) -> "ModelConfig":
+        """The model whose MLPs have the hidden features that are left out, and nothing else."""
+        biases = tuple(name for name in self.biases if name != "mlp_out")
+        names = [name for name in self.projections if name in biases]
+        return dataclasses.replace(self, d_ff=self.left_out, left_out=0, biases=tuple(names))
 
     @property
     def active_experts(self) -> int:

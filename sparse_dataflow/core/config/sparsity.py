@@ -104,6 +104,9 @@ EXCHANGED_BLOCKS = 0.05
 1911.11134, section 3); three seeds of `pico` do not tell the two apart (docs/quality.md)."""
 
 
+FEATURE_CHOICES = ("sampled", "top", "uniform")
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class EvolutionConfig(Readable):
     """Which method, and when.
@@ -126,8 +129,9 @@ class EvolutionConfig(Readable):
         "static",
         "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
         "model in halvings; sparse_to_dense ends dense; low_rank_tail adds sparsity.rank at the "
-        "end; shared_to_own trains one block for all layers, then copies it. Options follow a "
-        "colon: rigl:every=100,share=0.05.",
+        "end; shared_to_own trains one block for all layers, then copies it; omit_features leaves "
+        "out hidden features of the MLPs for a while. Options follow a colon: "
+        "rigl:every=100,share=0.05.",
         choices=METHOD_NAMES,
     )
     every: int = setting(
@@ -136,8 +140,9 @@ class EvolutionConfig(Readable):
     at: float = setting(
         0.0,
         "Fraction of the steps at which set and rigl stop (0.75), gradual's cubic schedule ends "
-        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99) or "
-        "shared_to_own copies its block (0.3); 0 is the number in brackets.",
+        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99), "
+        "shared_to_own copies its block (0.3) or omit_features puts all features back (0.75); 0 is "
+        "the number in brackets.",
         legal=A_SHARE,
     )
     share: float = setting(
@@ -152,7 +157,8 @@ class EvolutionConfig(Readable):
     )
     sequences: int = setting(
         32,
-        "Sequences that rigl measures gradients on before an update.",
+        "Sequences that rigl measures gradients on before an update, and omit_features "
+        "activations.",
         legal=between(1, MOST_SEQUENCES),
     )
     row_shards: int = setting(
@@ -172,6 +178,18 @@ class EvolutionConfig(Readable):
         "Evaluations in a row without 0.5% of gain after which sparse_to_dense turns dense early; "
         "0 is never.",
         legal=between(0, MOST_STEPS),
+    )
+    omitted: float = setting(
+        0.5,
+        "Share of the hidden features that omit_features leaves out first; it falls to 0 in equal "
+        "steps.",
+        legal=("in (0, 1)", lambda share: 0 < share < 1),
+    )
+    features: str = setting(
+        "sampled",
+        "Hidden features that take part in omit_features: drawn with probabilities that grow with "
+        "their mean absolute activation (sampled), the largest (top), or any (uniform).",
+        choices=FEATURE_CHOICES,
     )
     given_layouts: bool = False
 

@@ -65,6 +65,7 @@ RULES = (
     (rf"{_BLOCKS}(?:experts\.shared\.)?({_COLUMN})\.bias", P("stage", MODEL_AXES)),
     (rf"{_BLOCKS}(?:experts\.shared\.)?({_ROW})\.bias", P("stage", "feature")),
     (rf"{_BLOCKS}norm[12](_out)?\..*", P("stage", "feature")),
+    (rf"{_BLOCKS}left_out\.\w+\.\w+", P("stage", "fsdp")),
     (rf"{_BLOCKS}({QUERY_NORMS}|{KEY_NORMS})\..*", P("stage", MODEL_AXES)),
     (r"blocks\..*", P("stage")),
     (r"head\.norm\..*", P("feature")),

@@ -37,7 +37,7 @@ import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.config.sparsity import METHOD_NAMES, RUNTIME_PATTERN, EvolutionConfig
 from sparse_dataflow.core.layouts.balance import balanced_top
 from sparse_dataflow.core.layouts.layout import BlockLayout
@@ -452,10 +452,71 @@ def _with_sparse_specs(model, change, names=None):
     return dataclasses.replace(model, linears={**dict(model.linears), **specs})
 
 
+def _omit_features(model, config):
+    """Sparsity-accelerated training (arXiv 2406.01392) of the hidden features of the MLPs.
+
+    The whole model trains first, which gives its optimizer moments.  Then a ladder of models leaves
+    out `config.omitted` of the features, and less from rung to rung.  The whole model ends the
+    training, which removes the bias of the features that were chosen.
+    """
+    refuse_unequal_mlp(model)
+    unit = feature_unit(model)
+    models = [model]
+    for rung in range(OMISSION_RUNGS):
+        share = config.omitted * (1 - rung / OMISSION_RUNGS)
+        left_out = min(round(share * model.d_ff / unit), model.d_ff // unit - 1) * unit
+        models.append(dataclasses.replace(model, d_ff=model.d_ff - left_out, left_out=left_out))
+    rungs = [each for each in models[1:] if each.left_out]
+    if not rungs:
+        raise UserError(
+            f"--set evolution.omitted={config.omitted:g} leaves out none of {model.d_ff} hidden "
+            f"features, which are left out by {unit}; legal: {unit / model.d_ff:.4g} or more."
+        )
+    stop = until(config)
+    first = OMISSION_START * stop
+    starts = [first + (stop - first) * i / len(rungs) for i in range(len(rungs))]
+    ladder = [PhaseSpec(start, each) for start, each in zip(starts, rungs, strict=True)]
+    return PhaseSpec(0.0, model), *ladder, PhaseSpec(stop, model)
+
+
+OMISSION_RUNGS = 4
+"""Models of omit_features, each with fewer features left out."""
+
+OMISSION_START = 0.05
+"""Share of the steps before `EvolutionConfig.at` in which omit_features trains the whole model."""
+
+_MOST_FEATURE_UNIT, _FEATURE_UNITS = 128, 16
+
+
+def feature_unit(model: ModelConfig) -> int:
+    """Returns what the number of features left out is a multiple of, so that matrix tiles are full:
+    128, or a power of 2 of which a narrow MLP has 16 or more."""
+    most = min(_MOST_FEATURE_UNIT, max(1, model.d_ff // _FEATURE_UNITS))
+    return math.gcd(model.d_ff, 2 ** (most.bit_length() - 1))
+
+
+def refuse_unequal_mlp(model: ModelConfig) -> None:
+    """Refuses to leave out features of an MLP whose weights are not plain matrices.
+
+    Raises:
+      UserError: naming the projection and what is legal.
+    """
+    model.refuse_experts("--evolution=omit_features", "static")
+    for name in model.projections:
+        spec = model.linear(name)
+        if name in MLP and (spec.rank or spec.kind != LinearSpec().kind):
+            raise UserError(
+                f"--evolution=omit_features leaves out hidden features of dense MLPs, and {name} "
+                f"has {'a low-rank term' if spec.rank else spec.weight.words}; legal: "
+                "sparsity.projections without those of the MLP."
+            )
+
+
 register("static", Method(changes_blocks=False))
 register("set", Method(update=set_blocks, mask_gain=0.0))
 register("rigl", Method(update=rigl_blocks, reads_gradients=True, mask_gain=1.0))
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
 register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99, adds_term=True))
+register("omit_features", Method(phase_specs=_omit_features, changes_blocks=False))
 register("shared_to_own", Method(phase_specs=_shared_to_own, at=0.3, changes_blocks=False))

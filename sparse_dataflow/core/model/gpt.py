@@ -29,6 +29,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.PROJECTION.* | [experts, ...], each as above and below | experts, for the MLP |
 | block | experts.shared.PROJECTION.* | as above and below | shared_expert, for the MLP |
 | block | experts.shared.router | [D, 1] | shared_gate |
+| block | left_out.PROJECTION.*, left_out.positions | see `model.left_out` | left_out, for the MLP |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
@@ -60,10 +61,10 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
-from sparse_dataflow.core.model import scales
+from sparse_dataflow.core.model import left_out, scales
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.mlp import Mlp
-from sparse_dataflow.core.model.projection import arrays
+from sparse_dataflow.core.model.projection import module_arrays
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -343,9 +344,10 @@ def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
     module = {"embed": Embed, "block": Block, "head": Head}[section](
         config, rngs=nnx.Rngs(params=key)
     )
-    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
-    return jax.tree.map(lambda n: arrays(n) if is_linear(n) else n, params, is_leaf=is_linear)
+    params = module_arrays(module)
+    if section == "block" and config.left_out:
+        params[left_out.LEFT_OUT] = left_out.draw(config, key)
+    return params
 
 
 def embed(

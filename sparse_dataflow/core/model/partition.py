@@ -1,7 +1,7 @@
 """What of a model is trained, and what is not.
 
 What is trained has gradients, an optimizer state and float32 masters.  The rest is the base of
-adapters, or what a weight stores beside its numbers, such as a mask.
+adapters, what a weight stores beside its numbers, such as a mask, or what a phase leaves out.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import jax
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.model.left_out import is_left_out
 from sparse_dataflow.core.weights.kind import is_table
 
 
@@ -40,7 +41,7 @@ def without_tables(params: Any) -> tuple[Any, Any]:
 
 
 def _is_table(path):
-    return is_table(path[-1].key)
+    return is_table(path[-1].key) or is_left_out(path)
 
 
 def part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:

@@ -46,6 +46,13 @@ def arrays(linear: Linear) -> dict[str, Any]:
     return dict(names)
 
 
+def module_arrays(module: nnx.Module) -> dict[str, Any]:
+    """Returns the parameters of a module as nested arrays, without its layouts."""
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
+    return jax.tree.map(lambda n: arrays(n) if is_linear(n) else n, params, is_leaf=is_linear)
+
+
 def _is_layout(path):
     return any(getattr(key, "name", "") == LAYOUT for key in path)
 

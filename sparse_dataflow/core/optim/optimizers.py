@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
+from sparse_dataflow.core.model import left_out
 from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
@@ -339,7 +340,7 @@ class TrainState(NamedTuple):
       moments: the optimizer state.
       key: random key of every draw during training.
       rest: what is not trained, see `model.partition`: layouts in numpy, masks, the base of
-        `adapters`; () for nothing.
+        `adapters`, what the phase leaves out; () for nothing.
     """
 
     step: Any
@@ -350,8 +351,8 @@ class TrainState(NamedTuple):
 
     @property
     def weights(self) -> ModelWeights:
-        """All weights, as executors take them."""
-        return ModelWeights(self.params, self.rest)
+        """All weights that take part, as executors take them."""
+        return ModelWeights(self.params, left_out.without(self.rest))
 
     def without_layouts(self) -> "TrainState":
         """Returns the state without layouts, which stay on the host."""

@@ -22,7 +22,7 @@ from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rol
 from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
-from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
+from sparse_dataflow.core.training.programs import convert_state, evolve_layouts, feature_chooser
 from sparse_dataflow.core.training.transitions import host_masks
 
 
@@ -54,7 +54,11 @@ class Evolve(Hook):
     def _next_model(self, trainer):
         before = trainer.model
         trainer.phase_number += 1
-        trainer.state = convert_state(trainer.state, before, trainer.model, trainer.executor)
+        # Read ahead: training reads the same batches again, so a resumed run does as well.
+        batches = map(trainer.batch, itertools.count(trainer.step))
+        chooser = feature_chooser(trainer.evolution, trainer.training, batches)
+        after, executor = trainer.model, trainer.executor
+        trainer.state = convert_state(trainer.state, before, after, chooser, executor)
         return {"exchanged": 0.0}
 
     def _update(self, trainer, share):

@@ -63,8 +63,8 @@ def phases(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> tuple[
 def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequence: int) -> float:
     """Returns the training FLOPs per token, on average over the phases of a run.
 
-    A dense model has the same FLOPs in all phases, whatever the evolution.  Layout updates do not
-    count.
+    A dense model has the same FLOPs in all phases of a method that changes blocks.  Layout updates
+    do not count.
 
     Args:
       model: final or initial config of the model; see `EvolutionConfig`.
@@ -73,7 +73,7 @@ def mean_flops_per_token(model: ModelConfig, evolution: EvolutionConfig, sequenc
     Raises:
       UserError: the evolution method does not fit the model.
     """
-    if not model.partial_projections:
+    if not model.partial_projections and METHODS[evolution.method].changes_blocks:
         return cost.flops_per_token(model, sequence).total
     specs = phase_specs(model, evolution)
     stops = [spec.start for spec in specs[1:]] + [1.0]
@@ -132,7 +132,8 @@ def phases_flops(
     teacher: "Teacher | None" = None,
     depth: DepthSchedule = FULL_DEPTH,
 ) -> float:
-    """Returns the model FLOPs of a training in these phases, with its layout updates.
+    """Returns the model FLOPs of a training in these phases, with its layout updates and what is
+    measured to choose features.
 
     The forward pass of a teacher counts; the training of the teacher does not.
     """
@@ -143,13 +144,23 @@ def phases_flops(
         share = depth.mean_share(phase.model.num_layers, *span)
         total += phase.steps * tokens * token_flops(phase.model, training, teacher, share)
     if METHODS[evolution.method].reads_gradients:
-        from sparse_dataflow.core.executors.block_gradients import portions  # Loads jax.
-
-        rows, calls, _ = portions(training, evolution.sequences)
-        measured = rows * calls * training.sequence
+        measured = _measured_tokens(evolution, training)
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
+    for phase in run_phases:
+        if phase.model.left_out and evolution.features != "uniform":
+            whole = phase.model.with_all_features
+            forward = cost.flops_per_token(whole, training.sequence, training=False).total
+            total += _measured_tokens(evolution, training) * forward
     return total
+
+
+def _measured_tokens(evolution, training):
+    """Returns the tokens that a layout update, or the choice of features, measures."""
+    from sparse_dataflow.core.executors.block_gradients import portions  # Loads jax.
+
+    rows, calls, _ = portions(training, evolution.sequences)
+    return rows * calls * training.sequence
 
 
 def refuse_unfit(model: ModelConfig, evolution: EvolutionConfig, steps: int) -> None:

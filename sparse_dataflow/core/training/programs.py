@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import StepReport
+from sparse_dataflow.core.training import omission
+from sparse_dataflow.core.training.omission import Chooser
 from sparse_dataflow.core.training.step import (
     abstract_state,
     initial_state,
@@ -207,7 +210,9 @@ def compile_programs(
             programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
     for before, after in itertools.pairwise(phase_specs):
         state = initial_state(before.model, training, executor)
-        convert_state(state, before.model, after.model, executor)
+        batch = executor.put(data.train.example, data.train.batch_size)
+        chooser = feature_chooser(evolution, training, itertools.repeat(batch))
+        convert_state(state, before.model, after.model, chooser, executor)
     return programs
 
 
@@ -247,15 +252,17 @@ def _compile(phase, training, data, executor):
 
 
 def _with_newest(place):
-    """Returns a `place_layouts` that keeps its last result while what is not trained is the same
-    object, as that of a state is from one update to the next."""
-    given: Any = None
+    """Returns a `place_layouts` that keeps its last result while what is not trained has the same
+    arrays, as that of a state has from one update to the next."""
+    given: list = []
     placed: Any = None
 
     def newest(weights):
         nonlocal given, placed
-        if placed is None or weights.rest is not given:
-            given, placed = weights.rest, place(weights).rest
+        leaves = jax.tree.leaves(weights.rest)
+        same = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
+        if placed is None or not same:
+            given, placed = leaves, place(weights).rest
         return dataclasses.replace(weights, rest=placed)
 
     return newest
@@ -373,7 +380,30 @@ def evolve_layouts(
     return executor.place(state, model)
 
 
-def convert_state(state, before, after, executor: Executor = SINGLE_DEVICE):
-    """Returns the state of model `before` as a state of model `after`; see `change_model`."""
-    state = change_model(executor.canonical(state, before), before, after)
+def feature_chooser(
+    evolution: EvolutionConfig, training: TrainingConfig, batches: Iterator
+) -> Chooser:
+    """Returns how the features of a phase are chosen that leaves some out.
+
+    Args:
+      batches: training batches, as put by the executor.
+    """
+    tokens = (batch["tokens"] for batch in batches)
+    return Chooser(evolution.features, tokens, portions(training, evolution.sequences))
+
+
+def convert_state(state, before, after, chooser: Chooser, executor: Executor = SINGLE_DEVICE):
+    """Returns the state of model `before` as a state of model `after`; see `change_model`.
+
+    Features that `before` leaves out are put back, and those that `after` leaves out are chosen.
+    """
+    state = executor.canonical(state, before)
+    if before.left_out:
+        state, before = omission.put_back(state, before), before.with_all_features
+    whole = after.with_all_features if after.left_out else after
+    if before != whole:
+        state = change_model(state, before, whole)
+    if after.left_out:
+        positions = chooser.positions(state, whole, after.left_out)
+        state = omission.leave_out(state, after, positions)
     return executor.place(state, after)

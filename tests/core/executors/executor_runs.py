@@ -493,8 +493,11 @@ def evolve(name, texts):
     if option == "llama":
         model = dataclasses.replace(MODELS["llama"], vocab_size=DENSE.vocab_size)
         model = model.with_linears(LinearSpec("block_sparse", "random", 0.5, 8))
-    training = TrainingConfig(6, BATCH, SEQUENCE, learning_rate=1e-3)
-    evolution = EvolutionConfig(method, every=2, row_shards=4 if option == "llama" else 2)
+    steps, at = 6, 0.0
+    if method == "omit_features":
+        model, steps, at = DENSE, 12, 0.9
+    training = TrainingConfig(steps, BATCH, SEQUENCE, learning_rate=1e-3)
+    evolution = EvolutionConfig(method, every=2, at=at, row_shards=4 if option == "llama" else 2)
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
 
     def run(executor):

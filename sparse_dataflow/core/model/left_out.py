@@ -1,0 +1,47 @@
+"""Hidden features of the MLPs that a phase of training leaves out.
+
+The model of such a phase has narrower MLPs (`ModelConfig.d_ff`), so products, gradients and moments
+cost what those of a narrower model cost.  What is left out stays in the state, among what is not
+trained: in each block a section "left_out", with the arrays of the MLP's projections for these
+features alone, and "positions", int32 [left out], their sorted indices in the whole MLP.  No
+program reads it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model.mlp import Mlp
+from sparse_dataflow.core.model.projection import module_arrays
+
+LEFT_OUT, POSITIONS = "left_out", "positions"
+"""Section of a block, and its array of indices."""
+
+
+def draw(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
+    """Returns arrays of the section "left_out" of one block, in their shapes."""
+    features = module_arrays(Mlp(config.left_out_part, rngs=nnx.Rngs(params=key)))
+    return {**features, POSITIONS: jnp.arange(config.left_out, dtype=jnp.int32)}
+
+
+def is_left_out(path: tuple) -> bool:
+    """Returns whether an array at a `jax.tree_util` path is left out of the programs."""
+    return any(getattr(key, "key", "") == LEFT_OUT for key in path)
+
+
+def without(rest: Any) -> Any:
+    """Returns what is not trained of a model without what is left out, as programs take it."""
+    if not rest or not any(LEFT_OUT in group for group in split_groups(rest["blocks"])):
+        return rest
+    groups = [
+        {name: module for name, module in group.items() if name != LEFT_OUT}
+        for group in split_groups(rest["blocks"])
+    ]
+    others = {name: section for name, section in rest.items() if name != "blocks"}
+    if any(groups):
+        others["blocks"] = join_groups(groups)
+    return others or ()
