@@ -16,6 +16,7 @@ KINDS = {
     "share": Setting("share", float, 0.5, ""),
     "shape": Setting("shape", str, "cyclic", "", choices=NAMES),
     "shapes": Setting("shapes", tuple[str, ...], NAMES, "", choices=NAMES),
+    "texts": Setting("texts", tuple[str, ...], ("1",), ""),
     "both": Setting("both", bool, False, ""),
     "where": Setting("where", str, "", ""),
 }
@@ -32,6 +33,10 @@ PATHS = settings.by_path(RunConfig)
         ("shapes", "all", NAMES),
         ("shapes", "none", ()),
         ("shapes", "", ()),
+        ("texts", "1x16,4", ("1x16", "4")),
+        ("texts", "all", ("all",)),
+        ("texts", "none", ()),
+        ("texts", "b, a,b", ("b", "a")),
         ("both", "yes", True),
         ("both", "False", False),
         ("where", "a=b", "a=b"),
