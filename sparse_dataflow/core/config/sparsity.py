@@ -173,6 +173,13 @@ class EvolutionConfig(Readable):
         "0 is never.",
         legal=between(0, MOST_STEPS),
     )
+    prune_by: str = setting(
+        "weights",
+        "What gradual keeps at each cut: weights, the blocks of largest norm; rebuild, those whose "
+        "error the others cannot make up for, fitted to the outputs before the cut on "
+        "run.prune_batches batches.",
+        choices=("weights", "rebuild"),
+    )
     given_layouts: bool = False
 
     def __post_init__(self):

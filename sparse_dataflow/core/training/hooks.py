@@ -23,7 +23,7 @@ from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
-from sparse_dataflow.core.training.transitions import host_masks
+from sparse_dataflow.core.training.transitions import Change, change_model, host_masks
 
 
 class Evolve(Hook):
@@ -32,6 +32,12 @@ class Evolve(Hook):
     Changes come before a step.  So a checkpoint has the state right after a step, and a resumed run
     makes the same changes again.
     """
+
+    def __init__(self, change: Change = change_model):
+        """Args:
+        change: how the state becomes that of the next model.
+        """
+        self._change = change
 
     def before_step(self, trainer: Trainer) -> None:
         """See `Hook`; writes a row "evolution"."""
@@ -54,7 +60,9 @@ class Evolve(Hook):
     def _next_model(self, trainer):
         before = trainer.model
         trainer.phase_number += 1
-        trainer.state = convert_state(trainer.state, before, trainer.model, trainer.executor)
+        trainer.state = convert_state(
+            trainer.state, before, trainer.model, trainer.executor, self._change
+        )
         return {"exchanged": 0.0}
 
     def _update(self, trainer, share):
@@ -236,6 +244,7 @@ def usual(
     *,
     record: Hook | None = None,
     budget: Hook | None = None,
+    change: Change = change_model,
     last: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.
@@ -245,10 +254,11 @@ def usual(
       checkpoint_every: steps between checkpoints.
       skip_spikes: `TrainingConfig.skip_spikes`; 0 for none.
       record: writes the rows "train"; `Record()` if None.
+      change: see `Evolve`.
       budget: may revise the number of steps, before other hooks ask whether a step is the last.
       last: hooks after all others, such as one that shows the time left.
     """
     spikes = [SkipSpikes(skip_spikes)] if skip_spikes else []
     saves = [Evaluate(eval_every), Save(checkpoint_every)]
     budgets = [budget] if budget else []
-    return [Evolve(), *spikes, *budgets, record or Record(), *saves, *last]
+    return [Evolve(change), *spikes, *budgets, record or Record(), *saves, *last]

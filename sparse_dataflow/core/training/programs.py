@@ -26,7 +26,7 @@ from sparse_dataflow.core.training.step import (
     make_eval_step,
 )
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.transitions import change_model, update_layouts
+from sparse_dataflow.core.training.transitions import Change, change_model, update_layouts
 from sparse_dataflow.files.errors import UserError
 
 
@@ -373,7 +373,9 @@ def evolve_layouts(
     return executor.place(state, model)
 
 
-def convert_state(state, before, after, executor: Executor = SINGLE_DEVICE):
+def convert_state(
+    state, before, after, executor: Executor = SINGLE_DEVICE, change: Change = change_model
+):
     """Returns the state of model `before` as a state of model `after`; see `change_model`."""
-    state = change_model(executor.canonical(state, before), before, after)
+    state = change(executor.canonical(state, before), before, after)
     return executor.place(state, after)
