@@ -7,8 +7,8 @@ the dense model (`sd.prune`, one round).  The cost of a block is its excess loss
 narrow model.  With --recover the pruned models are trained with the dense model as teacher.
 
 One law is fitted to the costs before recovery, over the sides of a block, the width and the
-density.  It is fitted again without the largest width, and without one shape, and predicts what it
-has not seen.
+density.  It says from which width a shape beats the narrow model.  It is fitted again without the
+largest width, and without one shape, and predicts what it has not seen.
 
     python -m experiments.block_cost
         two cores: two hours

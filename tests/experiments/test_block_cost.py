@@ -16,12 +16,12 @@ SHAPES = ("1", "2", "4", "1x4", "1x16", "1x64", "8", "4x1", "16x1")
 
 
 def lines(law, widths=(32, 64, 128), shapes=SHAPES):
-    """Returns runs whose losses follow a law; the narrow model's excess is 0.5."""
+    """Returns runs whose costs follow a law; the narrow model's excess loss is 0.5."""
     cells = itertools.product(widths, (0.5, 0.25), (block_report.NARROW, *shapes), range(2))
     rows = []
     for width, density, shape, sample in cells:
         sides = None if shape == block_report.NARROW else block_report._sides(shape)
-        excess = law.excess(sides, width, density) if sides else 0.5
+        excess = 0.5 * (law.cost(sides, width, density) if sides else 1)
         rows.append(
             {"width": width, "density": density, "shape": shape, "sample": sample, "dense": 2.0,
              "loss": 2 + excess, "command": "python -m experiments.block_cost"}
@@ -33,6 +33,16 @@ def law(seed):
     names = block_report._terms((1, 1), 64, 0.5)
     numbers = np.random.default_rng(seed).uniform(-0.15, 0.15, len(names))
     return block_report.Law(dict(zip(names, numbers.tolist())))
+
+
+@pytest.mark.parametrize(("sides", "density"), [((1, 16), 0.5), ((16, 16), 0.25), ((4, 2), 0.5)])
+def test_blocks_win_from_the_width_at_which_they_cost_as_much_as_the_narrow_model(sides, density):
+    truth = block_report.Law({**law(0).constants, "1": 0.6, "width": -0.9, "width x size": 0.1})
+    width = truth.width(sides, density)
+    assert truth.cost(sides, width, density) == pytest.approx(1)
+    assert truth.cost(sides, 2 * width, density) < 1
+    never = block_report.Law({**truth.constants, "width": 0.5})
+    assert never.width(sides, density) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

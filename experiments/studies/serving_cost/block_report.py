@@ -17,42 +17,49 @@ from . import runs
 NARROW = "narrow"
 """The rival of all shapes: a dense model with fewer heads and hidden features."""
 LEAST = 1e-3
-"""Least excess loss that a law is fitted to."""
+"""Least cost that a law is fitted to."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """Excess loss of a pruned model over the dense one, in bits a symbol.
+    """The cost of blocks: the excess loss of a pruned model over that of the narrow model.
 
-    log2 excess = constants of TERMS, of log2 of the sides, the width and 1 / density.
+    log2 cost = constants of `_terms`.
     """
 
     constants: dict[str, float]
 
-    def excess(self, sides: tuple[int, int], width: float, density: float) -> float:
-        """Returns the excess loss of blocks of so many inputs and outputs."""
+    def cost(self, sides: tuple[int, int], width: float, density: float) -> float:
+        """Returns the cost of blocks of so many inputs and outputs; below 1 they win."""
         terms = _terms(sides, width, density)
         return 2.0 ** sum(self.constants[name] * value for name, value in terms.items())
+
+    def width(self, sides: tuple[int, int], density: float) -> float | None:
+        """Returns the width from which blocks win; None if larger ones do not cost less."""
+        here, there = (math.log2(self.cost(sides, width, density)) for width in (64, 128))
+        slope = there - here
+        return 64 * 2.0 ** (-here / slope) if slope < 0 else None
 
 
 def _terms(sides, width, density):
     rows, columns, width, cut = (math.log2(v) for v in (*sides, width / 64, 1 / density))
+    # The first doublings of a block's weights cost most.
+    size = math.log2(1 + rows + columns)
     return {
         "1": 1.0,
-        "rows": rows,
-        "columns": columns,
-        "rows squared": rows**2,
-        "columns squared": columns**2,
+        "size": size,
+        "size squared": size**2,
         "rows x columns": rows * columns,
+        "rows over columns": rows - columns,
         "width": width,
+        "width x size": width * size,
         "density": cut,
-        "density x sides": cut * (rows + columns),
-        "width x sides": width * (rows + columns),
+        "density x size": cut * size,
     }
 
 
 def fit(cells: Sequence[dict]) -> Law | None:
-    """Returns the law of least squared error of log2 excess, of rows of `cells`.
+    """Returns the law of least squared error of log2 cost, of rows of `mean_cells`.
 
     None where the cells do not decide all constants.
     """
@@ -60,7 +67,7 @@ def fit(cells: Sequence[dict]) -> Law | None:
     matrix = np.array([list(each.values()) for each in terms])
     if not terms or np.linalg.matrix_rank(matrix) < len(terms[0]):
         return None
-    wanted = np.log2([max(cell["excess"], LEAST) for cell in cells])
+    wanted = np.log2([max(cell["to_narrow"], LEAST) for cell in cells])
     constants = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
     return Law(dict(zip(terms[0], constants.tolist())))
 
@@ -111,7 +118,10 @@ def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
       held_out: shape that one of the laws does not see.
     """
     cells = mean_cells(lines)
-    blocks = [cell for cell in cells if cell["shape"] != NARROW and not cell["recovery"]]
+    blocks = [
+        cell for cell in cells
+        if cell["shape"] != NARROW and not cell["recovery"] and cell["to_narrow"] is not None
+    ]  # fmt: skip
     largest = max(cell["width"] for cell in cells)
     rules = {
         f"width {largest}": lambda cell: cell["width"] == largest,
@@ -120,17 +130,14 @@ def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
     predictions = {}
     for name, is_hidden in rules.items():
         law = fit([cell for cell in blocks if not is_hidden(cell)])
-        if law is None:
-            continue
-        predictions[name] = [
-            {**cell, "predicted": law.excess(
-                    _sides(cell["shape"]), cell["width"], cell["density"])}
-            for cell in blocks if is_hidden(cell)
-        ]  # fmt: skip
+        hidden = [cell for cell in blocks if is_hidden(cell)]
+        if law is not None and hidden:
+            predictions[name] = [{**cell, "predicted": _cost(law, cell)} for cell in hidden]
     law = fit(blocks)
     result = {
         "commands": sorted({line["command"] for line in lines}),
         "law": law and law.constants,
+        "wins_from_width": law and _crossings(law, blocks),
         "cells": cells,
         "held_out": predictions,
         "errors": {name: _errors(each) for name, each in predictions.items()},
@@ -142,15 +149,23 @@ def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
     return result
 
 
+def _cost(law, cell):
+    """Returns the cost that a law predicts for a cell."""
+    return law.cost(_sides(cell["shape"]), cell["width"], cell["density"])
+
+
+def _crossings(law, cells):
+    """Returns density -> shape -> width from which the shape beats the narrow model, by the law."""
+    places: dict[str, dict[str, float | None]] = {}
+    for cell in sorted(cells, key=lambda cell: (-cell["density"], _order(cell))):
+        width = law.width(_sides(cell["shape"]), cell["density"])
+        places.setdefault(f"{cell['density']:g}", {})[cell["shape"]] = width
+    return places
+
+
 def _errors(predictions):
-    """Returns the errors of predicted excess losses, over the narrow model's."""
-    errors = [
-        abs(cell["predicted"] - cell["excess"]) * cell["to_narrow"] / cell["excess"]
-        for cell in predictions
-        if cell["to_narrow"] is not None
-    ]
-    if not errors:
-        return {}
+    """Returns the errors of predicted costs, which are parts of the narrow model's excess loss."""
+    errors = [abs(cell["predicted"] - cell["to_narrow"]) for cell in predictions]
     return {"median": float(np.median(errors)), "largest": float(np.max(errors))}
 
 
@@ -176,18 +191,29 @@ def page(result: dict) -> str:
                 for shape in shapes if any(cell["shape"] == shape for cell in each)
             ]  # fmt: skip
             parts.append(output.markdown(("what stays", *map(str, widths)), rows))
-    parts += [
-        "",
-        "## Errors of the law in what it has not seen, over the narrow model's excess",
-        "",
-    ]
+    parts += ["", "## The law", ""]
+    if result["law"] is None:
+        return (
+            "\n".join([*parts, "The cells do not decide it: measure more widths or shapes."]) + "\n"
+        )
     rows = [
         (name, f"{each['median']:.0%}", f"{each['largest']:.0%}")
         for name, each in result["errors"].items()
-        if each
     ]
+    parts += ["Errors in what it has not seen, over the narrow model's excess loss:", ""]
     parts.append(output.markdown(("not seen", "median error", "largest error"), rows))
+    parts += ["", "Width from which a shape beats the narrow model:", ""]
+    places = result["wins_from_width"]
+    rows = [
+        (shape, *(_width(places[density].get(shape)) for density in places))
+        for shape in shapes if shape != NARROW
+    ]  # fmt: skip
+    parts.append(output.markdown(("what stays", *(f"density {d}" for d in places)), rows))
     return "\n".join(parts) + "\n"
+
+
+def _width(width):
+    return "-" if width is None or not 1 <= width < 1e5 else f"{width:.0f}"
 
 
 def _by_treatment(cells):
