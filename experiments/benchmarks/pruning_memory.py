@@ -47,18 +47,18 @@ def run(options) -> dict:
         model__d_model=options.width, model__d_ff=options.hidden, model__num_layers=1,
         model__num_heads=options.width // HEAD,
     )  # fmt: skip
-    one = library.init(config, jax.random.key(0))
-    expected = memory.host_bytes(one.model, options.tokens)
+    shallow = library.init(config, jax.random.key(0))
+    expected = memory.host_bytes(shallow.model, options.tokens)
     print(_table(expected), flush=True)
     facts = {
         "options": {n: v for n, v in dataclasses.asdict(options).items() if n != "keep"},
-        "parameters": options.layers * _layer_parameters(one.model),
+        "parameters": options.layers * _layer_parameters(shallow.model),
         "formula": expected | {"sum": sum(expected.values())},
     }
     if options.only_formula:
         return facts
     with tempfile.TemporaryDirectory() as folder:
-        draw(library.save(one, Path(folder) / "one", form="dense"),
+        draw(library.save(shallow, Path(folder) / "one", form="dense"),
              Path(folder) / "dense", options.layers)  # fmt: skip
         # A process of its own, whose peak is that of the pruning alone.
         context = multiprocessing.get_context("spawn")
@@ -75,17 +75,17 @@ def run(options) -> dict:
     return facts
 
 
-def draw(one: Path, folder: Path, layers: int) -> None:
+def draw(source: Path, folder: Path, layers: int) -> None:
     """Writes a Hugging Face directory of drawn weights, of which one layer is in memory.
 
     Args:
-      one: such a directory with one layer, in float32.
+      source: such a directory with one layer, in float32.
       folder: to make.
       layers: number of layers.
     """
     folder.mkdir()
-    arrays = load_file(one / tensors.FILE)
-    of_layer = [name for name in arrays if name.startswith(LAYER)]
+    arrays = load_file(source / tensors.FILE)
+    layer_names = [name for name in arrays if name.startswith(LAYER)]
     rng, places = np.random.default_rng(0), {}
 
     def write(number, shard):
@@ -94,14 +94,14 @@ def draw(one: Path, folder: Path, layers: int) -> None:
         for name, size in tensors.sizes(path).items():
             places[name] = path.name, size
 
-    write(-1, {name: array for name, array in arrays.items() if name not in of_layer})
+    write(-1, {name: array for name, array in arrays.items() if name not in layer_names})
     for number in range(layers):
         write(number, {
             name.replace(f"{LAYER}0.", f"{LAYER}{number}."): _like(rng, arrays[name])
-            for name in of_layer
+            for name in layer_names
         })  # fmt: skip
     tensors.write_index(folder, places)
-    for path in one.iterdir():
+    for path in source.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
     settings = json_files.load(folder / "config.json")
@@ -145,8 +145,8 @@ def _layer_parameters(model: ModelConfig) -> int:
     return sum(math.prod(model.projection_shape(name)) for name in model.projections)
 
 
-def _table(parts):
+def _table(sizes):
     rows = [
-        (name, f"{size / 1e9:.3f}") for name, size in (*parts.items(), ("sum", sum(parts.values())))
+        (name, f"{size / 1e9:.3f}") for name, size in (*sizes.items(), ("sum", sum(sizes.values())))
     ]
     return output.markdown(("what is in memory", "GB"), rows)

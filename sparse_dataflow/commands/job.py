@@ -39,7 +39,7 @@ from sparse_dataflow.core.training.loop import StepDone, Trainer, advance_side_b
 from sparse_dataflow.core.training.phases import FULL_DEPTH, Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
-from sparse_dataflow.core.training.transitions import Change, change_model
+from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.data import cache, hub
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
 from sparse_dataflow.data.examples import as_text
@@ -491,7 +491,7 @@ class Job:
             if len(rows)
         ]
 
-    def _change(self, v: Variant, data: TrainingData) -> Change:
+    def _change(self, v: Variant, data: TrainingData) -> cuts.Change:
         """Returns how the state of a phase becomes that of the next one."""
         if v.evolution.prune_by == "weights":
             return change_model

@@ -13,11 +13,14 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.core.training.transitions import Change, change_model
+from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.pruning import rebuild
 
 Calibration = Callable[[int], Sequence[np.ndarray]]
 """(step) -> int32 [B, T] token batches that a cut before this step reads."""
+
+Change = Callable[[TrainState, ModelConfig, ModelConfig], TrainState]
+"""(canonical state, its model, the next model) -> the state of the next model."""
 
 
 def to_blocks(

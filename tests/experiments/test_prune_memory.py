@@ -27,11 +27,11 @@ def llama(layers, width, hidden, **more):
     ],
 )
 def test_the_formula_has_the_parts_of_the_page(width, hidden, tokens, layer, projection, streams):
-    parts = memory.host_bytes(llama(2, width, hidden), tokens)
-    assert parts == {
+    sizes = memory.host_bytes(llama(2, width, hidden), tokens)
+    assert sizes == {
         "programs": 6e8, "layer": layer, "projection": projection, "streams": streams
     }  # fmt: skip
-    assert parts == memory.host_bytes(llama(40, width, hidden), tokens)
+    assert sizes == memory.host_bytes(llama(40, width, hidden), tokens)
 
 
 def test_the_formula_alone_measures_nothing(tmp_path, capsys):

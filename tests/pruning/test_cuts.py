@@ -103,8 +103,8 @@ def test_each_cut_of_a_schedule_is_nearer_to_the_outputs_before_than_a_cut_by_no
             assert stays.mean() == new.linear(name).density
             assert name not in was or not (stays & ~was[name]).any()
             if not spec.hadamard:
-                kept = np.where(stays, moments[name], 0)
-                np.testing.assert_array_equal(dense_moments(new, state, name), kept)
+                expected = np.where(stays, moments[name], 0)
+                np.testing.assert_array_equal(dense_moments(new, state, name), expected)
 
 
 def test_a_model_that_gets_no_sparser_is_changed_as_without_a_fit():

@@ -114,18 +114,18 @@ def pruned_model(
         for layer in rebuild.rebuilt_layers(model, layers, batches, targets):
             memory.put(layer, smaller_layer(model, layer))
         params = memory.params(layers.ends())
-        return PrunedModel(narrow, params, _ones(params))
+        return PrunedModel(narrow, params, _all_stay(params))
     chosen = {n: target_of(model.projection_shape(n), block, density) for n in model.projections}
     targets = {name: functools.partial(_same, target) for name, target in chosen.items()}
     result = rebuild.rebuilt(model, weights, batches, targets)
-    masks = _ones(result.params)
+    masks = _all_stay(result.params)
     for name, each in result.masks.items():
         stay = [second_order.expanded(mask, chosen[name].groups) for mask in each]
         masks["blocks"][name]["kernel"] = jnp.asarray(np.stack(stay), jnp.float32)
     return PrunedModel(model, result.params, masks)
 
 
-def _ones(params):
+def _all_stay(params):
     return jax.tree.map(lambda leaf: jnp.ones((), jnp.float32), params)
 
 
@@ -159,11 +159,11 @@ def _same(target, layer):
 
 def loss(model: ModelConfig, params: Any, windows: np.ndarray) -> float:
     """Returns the mean loss on int32 [windows, length + 1], in bits a symbol."""
-    parts = np.array_split(windows, 8)
-    even = jnp.full(parts[0][:, 1:].shape, 1 / parts[0][:, 1:].size)
+    groups = np.array_split(windows, 8)
+    even = jnp.full(groups[0][:, 1:].shape, 1 / groups[0][:, 1:].size)
     losses = [
         whole.loss(model, weights_of(params), whole.Batch(jnp.asarray(each), even))
-        for each in parts
+        for each in groups
     ]
     return float(np.mean(losses)) / math.log(2)
 
@@ -178,7 +178,7 @@ def run(options) -> int:
         Groups.parse(shape)
     folder, corpus = Path(options.out), text.read(options.corpus, options.vocabulary)
     lines = runs.read_lines(folder, {name: getattr(options, name) for name in SETTINGS})
-    known = {place_of(line) for line in lines}
+    measured = {place_of(line) for line in lines}
     machine = cpu_name()
     tested = corpus.windows("held_out", options.sequence, TESTED)
     for width in options.widths:
@@ -190,7 +190,7 @@ def run(options) -> int:
             for sample, density, shape in cells
             if (shares := [
                 share for share in options.recover
-                if (width, shape, density, sample, share) not in known
+                if (width, shape, density, sample, share) not in measured
             ])
         }  # fmt: skip
         if not left:

@@ -36,9 +36,9 @@ class Law:
 
     def width(self, sides: tuple[int, int], density: float) -> float | None:
         """Returns the width from which blocks win; None if larger ones do not cost less."""
-        here, there = (math.log2(self.cost(sides, width, density)) for width in (64, 128))
-        slope = there - here
-        return 64 * 2.0 ** (-here / slope) if slope < 0 else None
+        small, large = (math.log2(self.cost(sides, width, density)) for width in (64, 128))
+        slope = large - small
+        return 64 * 2.0 ** (-small / slope) if slope < 0 else None
 
 
 def _terms(sides, width, density):
@@ -67,8 +67,8 @@ def fit(cells: Sequence[dict]) -> Law | None:
     matrix = np.array([list(each.values()) for each in terms])
     if not terms or np.linalg.matrix_rank(matrix) < len(terms[0]):
         return None
-    wanted = np.log2([max(cell["to_narrow"], LEAST) for cell in cells])
-    constants = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
+    targets = np.log2([max(cell["to_narrow"], LEAST) for cell in cells])
+    constants = np.linalg.lstsq(matrix, targets, rcond=None)[0]
     return Law(dict(zip(terms[0], constants.tolist())))
 
 
@@ -174,15 +174,15 @@ def page(result: dict) -> str:
     cells = result["cells"]
     widths = sorted({cell["width"] for cell in cells})
     shapes = list(dict.fromkeys(cell["shape"] for cell in sorted(cells, key=_order)))
-    parts = ["# What a block costs", "", "Commands:", ""]
-    parts += [f"    {console.with_commands(each)}" for each in result["commands"]]
+    text = ["# What a block costs", "", "Commands:", ""]
+    text += [f"    {console.with_commands(each)}" for each in result["commands"]]
     for (density, recovery), each in _by_treatment(cells):
         by_place = {(cell["width"], cell["shape"]): cell for cell in each}
         for title, number in (
             ("excess loss over the dense model, bits a symbol", lambda c: f"{c['excess']:.3f}"),
             ("the same over the narrow model's", _to_narrow),
         ):
-            parts += ["", f"## {_treatment(density, recovery)}: {title}", ""]
+            text += ["", f"## {_treatment(density, recovery)}: {title}", ""]
             rows = [
                 (shape, *(
                     number(by_place[width, shape]) if (width, shape) in by_place else "-"
@@ -190,26 +190,26 @@ def page(result: dict) -> str:
                 ))
                 for shape in shapes if any(cell["shape"] == shape for cell in each)
             ]  # fmt: skip
-            parts.append(output.markdown(("what stays", *map(str, widths)), rows))
-    parts += ["", "## The law", ""]
+            text.append(output.markdown(("what stays", *map(str, widths)), rows))
+    text += ["", "## The law", ""]
     if result["law"] is None:
         return (
-            "\n".join([*parts, "The cells do not decide it: measure more widths or shapes."]) + "\n"
+            "\n".join([*text, "The cells do not decide it: measure more widths or shapes."]) + "\n"
         )
     rows = [
         (name, f"{each['median']:.0%}", f"{each['largest']:.0%}")
         for name, each in result["errors"].items()
     ]
-    parts += ["Errors in what it has not seen, over the narrow model's excess loss:", ""]
-    parts.append(output.markdown(("not seen", "median error", "largest error"), rows))
-    parts += ["", "Width from which a shape beats the narrow model:", ""]
+    text += ["Errors in what it has not seen, over the narrow model's excess loss:", ""]
+    text.append(output.markdown(("not seen", "median error", "largest error"), rows))
+    text += ["", "Width from which a shape beats the narrow model:", ""]
     places = result["wins_from_width"]
     rows = [
         (shape, *(_width(places[density].get(shape)) for density in places))
         for shape in shapes if shape != NARROW
     ]  # fmt: skip
-    parts.append(output.markdown(("what stays", *(f"density {d}" for d in places)), rows))
-    return "\n".join(parts) + "\n"
+    text.append(output.markdown(("what stays", *(f"density {d}" for d in places)), rows))
+    return "\n".join(text) + "\n"
 
 
 def _width(width):

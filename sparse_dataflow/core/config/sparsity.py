@@ -174,11 +174,7 @@ class EvolutionConfig(Readable):
         legal=between(0, MOST_STEPS),
     )
     prune_by: str = setting(
-        "weights",
-        "What gradual keeps at each cut: weights, the blocks of largest norm; rebuild, those whose "
-        "error the others cannot make up for, fitted to the outputs before the cut on "
-        "run.prune_batches batches.",
-        choices=("weights", "rebuild"),
+        "weights", "What gradual keeps: see run.prune_by.", choices=("weights", "rebuild")
     )
     given_layouts: bool = False
 

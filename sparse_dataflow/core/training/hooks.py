@@ -22,8 +22,8 @@ from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rol
 from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
-from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
-from sparse_dataflow.core.training.transitions import Change, change_model, host_masks
+from sparse_dataflow.core.training.programs import evolve_layouts
+from sparse_dataflow.core.training.transitions import change_model, host_masks
 
 
 class Evolve(Hook):
@@ -33,10 +33,8 @@ class Evolve(Hook):
     makes the same changes again.
     """
 
-    def __init__(self, change: Change = change_model):
-        """Args:
-        change: how the state becomes that of the next model.
-        """
+    def __init__(self, change: Callable = change_model):
+        """Takes what makes the canonical state of a model that of the next one."""
         self._change = change
 
     def before_step(self, trainer: Trainer) -> None:
@@ -58,11 +56,10 @@ class Evolve(Hook):
         trainer.write("evolution", row | changed, trainer.step + 1)
 
     def _next_model(self, trainer):
-        before = trainer.model
+        before, executor = trainer.model, trainer.executor
         trainer.phase_number += 1
-        trainer.state = convert_state(
-            trainer.state, before, trainer.model, trainer.executor, self._change
-        )
+        state = self._change(executor.canonical(trainer.state, before), before, trainer.model)
+        trainer.state = executor.place(state, trainer.model)
         return {"exchanged": 0.0}
 
     def _update(self, trainer, share):
@@ -244,7 +241,7 @@ def usual(
     *,
     record: Hook | None = None,
     budget: Hook | None = None,
-    change: Change = change_model,
+    change: Callable = change_model,
     last: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.

@@ -26,7 +26,7 @@ from sparse_dataflow.core.training.step import (
     make_eval_step,
 )
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.transitions import Change, change_model, update_layouts
+from sparse_dataflow.core.training.transitions import change_model, update_layouts
 from sparse_dataflow.files.errors import UserError
 
 
@@ -206,8 +206,8 @@ def compile_programs(
         if method.update is not None:
             programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
     for before, after in itertools.pairwise(phase_specs):
-        state = initial_state(before.model, training, executor)
-        convert_state(state, before.model, after.model, executor)
+        state = executor.canonical(initial_state(before.model, training, executor), before.model)
+        executor.place(change_model(state, before.model, after.model), after.model)
     return programs
 
 
@@ -366,16 +366,7 @@ def evolve_layouts(
         tokens = (batch["tokens"] for batch in batches)
         norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
-
     state = update_layouts(
         state, model, choose, share, norms, evolution.row_shards, method.mask_gain or 0.0
     )
     return executor.place(state, model)
-
-
-def convert_state(
-    state, before, after, executor: Executor = SINGLE_DEVICE, change: Change = change_model
-):
-    """Returns the state of model `before` as a state of model `after`; see `change_model`."""
-    state = change(executor.canonical(state, before), before, after)
-    return executor.place(state, after)

@@ -56,9 +56,6 @@ from sparse_dataflow.core.weights.masked import Masked
 (MASK,) = (name for name, leaf in Masked.leaves().items() if leaf.role == TABLE)
 """Arrays of block-sparse, dense and masked weights, which transitions turn into one another."""
 
-Change = Callable[[TrainState, ModelConfig, ModelConfig], TrainState]
-"""(canonical state, its model, the next model) -> the state of the next model."""
-
 
 def update_layouts(
     state: TrainState,

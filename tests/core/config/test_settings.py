@@ -75,6 +75,9 @@ def legal_value(draw, s: Setting):
     if s.type is bool:
         return draw(st.booleans())
     if s.type == tuple[str, ...]:
+        if not s.choices:
+            names = st.text("abx019", min_size=1).filter(lambda name: name != "none")
+            return tuple(draw(st.lists(names, unique=True)))
         chosen = draw(st.sets(st.sampled_from(s.choices)))
         return tuple(name for name in s.choices if name in chosen)
     if s.type is str:
