@@ -18,6 +18,8 @@ NARROW = "narrow"
 """The rival of all shapes: a dense model with fewer heads and hidden features."""
 LEAST = 1e-3
 """Least cost that a law is fitted to."""
+DRAWN = (NARROW, "1", "1x4", "1x16", "1x64", "2", "4", "8", "16")
+"""Shapes in the picture, which has ten colours."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +247,7 @@ def draw(cells: Sequence[dict], path: Path) -> None:
     panels = []
     for treatment, each in _by_treatment(cells):
         curves: dict[str, Curve] = {}
-        for shape in dict.fromkeys(cell["shape"] for cell in sorted(each, key=_order)):
+        for shape in DRAWN:
             points = [
                 (cell["width"], cell["to_narrow"])
                 for cell in each
@@ -253,9 +255,11 @@ def draw(cells: Sequence[dict], path: Path) -> None:
             ]
             if len(points) > 1:
                 x, y = map(list, zip(*points))
-                curves[shape] = Curve(x, y)
+                rival = shape == NARROW
+                curves[shape] = Curve(x, y, marked=not rival, dashed=rival)
         if curves:
-            title = _treatment(*treatment)
-            panels.append(Panel(title, "width", "excess loss over the narrow model's", curves))
+            widths = sorted({cell["width"] for cell in each})
+            label = "excess loss over the narrow model's"
+            panels.append(Panel(_treatment(*treatment), "width", label, curves, 2, True, widths))
     if panels:
         save_panels(path, panels)
