@@ -1,17 +1,21 @@
-"""What a block costs, and how it changes with size: trained models, pruned without recovery.
+"""What a block costs, and how it changes with size: trained models, pruned.
 
 Dense models of several widths are trained on equally many tokens a weight.  Each is pruned to half
-and a quarter of all projections: squares, rows (1 input x several outputs), single weights, and a
-narrow dense model of equally many weights.  What stays is fitted to the outputs of the dense model
-(`sd.prune`, one round).  The cost of a block is its excess loss over that of the narrow model.
+and a quarter of all projections: squares, rows (1 input x several outputs), columns, single
+weights, and a narrow dense model of equally many weights.  What stays is fitted to the outputs of
+the dense model (`sd.prune`, one round).  The cost of a block is its excess loss over that of the
+narrow model.  With --recover the pruned models are trained with the dense model as teacher.
 
-One law is fitted to these costs over the sides of a block, the width and the density.  It is fitted
-again without the largest width, and without one shape, and predicts what it has not seen.
+One law is fitted to the costs before recovery, over the sides of a block, the width and the
+density.  It says from which width a shape beats the narrow model.  It is fitted again without the
+largest width, and without one shape, and predicts what it has not seen.
 
     python -m experiments.block_cost
-        two cores: an hour
+        two cores: two hours
     python -m experiments.block_cost --widths=32,48
         smaller models
+    python -m experiments.block_cost --samples=1 --shapes=1,1x16 --recover=0,0.05
+        two shapes, before and after a recovery
 
 Leaves OUT/settings.json, OUT/runs.jsonl (a line for each pruned model), OUT/block_cost.json,
 OUT/block_cost.md, OUT/block_cost.png, and the trained models in --models.  The same command goes on
@@ -21,7 +25,7 @@ where it was stopped.
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setting
+from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +36,19 @@ class Options:
         (32, 48, 64, 96, 128), "d_model of the dense models.", legal=AT_LEAST_ONE
     )
     shapes: tuple[str, ...] = setting(
-        ("1", "2", "4", "8", "16", "1x4", "1x8", "1x16", "1x32", "1x64"),
+        (
+            *("1", "2", "4", "8", "16", "1x4", "1x8", "1x16", "1x32", "1x64"),
+            *("4x1", "16x1"),
+        ),
         "Values of `block` of `sd.prune`; the narrow model is added.",
     )
     densities: tuple[float, ...] = setting((0.5, 0.25), "Parts that stay.", legal=ABOVE_ZERO)
     held_out: str = setting("1x16", "Shape that the law predicts without having seen it.")
+    recover: tuple[float, ...] = setting(
+        (0.0,),
+        "Recoveries, as fractions of the training tokens; 0 is none.",
+        legal=AT_LEAST_ZERO,
+    )
     samples: int = setting(3, "Samples of calibration text.", legal=AT_LEAST_ONE)
     sequences: int = setting(512, "Sequences of a sample.", legal=AT_LEAST_ONE)
     length: int = setting(20, "Training tokens for each weight.", legal=AT_LEAST_ONE)

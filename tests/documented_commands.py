@@ -31,6 +31,7 @@ RUN = {
     "experiments.planner_truth": E + "test_planner_experiments.py::test_truth_prints",
     "experiments.predict_check": E + "test_benches.py::test_a_tiny_step_is_predicted",
     "experiments.block_cost": E + "test_block_cost.py::test_a_small_study_goes_on",
+    "experiments.prune_memory": E + "test_prune_memory.py::test_a_small_model_is_drawn",
     "experiments.prune_trained": E + "test_prune_trained.py::test_a_small_study_goes_on",
     "experiments.relay_50b": E + "test_relay_experiments.py::test_fifty_billion_are_planned",
     "experiments.relay_bert_large": E + "test_relay_experiments.py::test_bert_large_compares",

@@ -29,7 +29,6 @@ from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
-from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.partition import without_tables
@@ -53,7 +52,7 @@ from sparse_dataflow.interchange import (
 )
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
-from sparse_dataflow.pruning import rebuild
+from sparse_dataflow.pruning import cuts, rebuild
 from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.run_config import (
     LONGEST_SEQUENCE,
@@ -382,7 +381,7 @@ def initial_state_from(
         refit = functools.partial(_refitted, batches=calibration) if rebuilding else None
         state = pattern_pruning.to_pattern(state, start.model, model, norms, refit)
     elif rebuilding:
-        dense, params, layouts = _rebuilt(start.model, start.weights, model, calibration)
+        dense, params, layouts = cuts.to_blocks(start.model, start.weights, model, calibration)
         state = state._replace(params=jax.tree.map(jnp.array, params), rest=())
         state = change_model(state, dense, model, given=layouts)
     else:
@@ -393,25 +392,7 @@ def initial_state_from(
 
 def _refitted(old, params, new, layouts, batches):
     """Returns dense params that are fitted on the blocks of layouts."""
-    return _rebuilt(old, ModelWeights(params), new, batches, layouts)[1]
-
-
-def _rebuilt(old, weights, new, batches, given=None):
-    """Returns (dense model, its params, what is stored) of `rebuild.to_blocks`, equal on all
-    processes."""
-    result, stored = rebuild.to_blocks(old, weights, new, batches, given)
-    as_mask = lambda each: each.mask if isinstance(each, BlockLayout) else each  # noqa: E731
-    # Each process has other rows of the batches.
-    params, masks = collectives.broadcast_arrays(
-        (result.params, {name: np.stack([*map(as_mask, each)]) for name, each in stored.items()})
-    )
-    equal = {
-        name: [BlockLayout.from_mask(mask, new.linear(name).block) for mask in np.asarray(layers)]
-        if new.linear(name).weight.stores_blocks
-        else list(np.asarray(layers))
-        for name, layers in masks.items()
-    }
-    return result.model, params, equal
+    return cuts.to_blocks(old, ModelWeights(params), new, batches, layouts)[1]
 
 
 def adapter_state_from(

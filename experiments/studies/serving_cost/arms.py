@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -44,7 +45,9 @@ class Arm:
       end: fraction of the training FLOPs at which it ends; equal to `start` for a single cut.
       stages: cuts, equally far apart in FLOPs, along the cubic of arXiv 1710.01878.
       keep: score of the blocks that stay, see KEEP.
-      block: side of a block.
+      block: side of a block, or its inputs where `block_outputs` is not 0.
+      block_outputs: outputs of a block; 0 is `block`.
+      equal_fan_in: whether a reconstruction leaves equally many blocks of each output, within one.
       across: whether blocks of all projections compete ("model"), or those of each projection.
       momentum: whether optimizer moments of the weights that stay are "kept" or "reset" at a cut.
       rewarm: steps of linear warm-up after each cut.
@@ -65,10 +68,17 @@ class Arm:
     stages: int = 10
     keep: str = "norm"
     block: int = 4
+    block_outputs: int = 0
+    equal_fan_in: bool = False
     across: str = "projection"
     momentum: str = "kept"
     rewarm: int = 0
     teacher: float = 0.0
+
+    @property
+    def block_sides(self) -> tuple[int, int]:
+        """Inputs and outputs of a block."""
+        return self.block, self.block_outputs or self.block
 
     @property
     def static(self) -> bool:
@@ -82,6 +92,8 @@ _EIGHTH = Arm(width=8 / 3, hidden=8 / 3, pruned=ALL)
 _change = dataclasses.replace
 _HALF_HEADS = _change(_HALF, heads_width=1, start=0.1, end=0.5)
 _QUARTER_HEADS = _change(_QUARTER, heads_width=1, start=0.1, end=0.5)
+_FITTED: Any = {"keep": "reconstruction", "equal_fan_in": True}
+_REBUILT = _change(_HALF_HEADS, **_FITTED)
 
 ARMS: Mapping[str, Arm] = {
     "narrow": Arm(),
@@ -149,6 +161,16 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_narrow_heads_across": _change(_HALF_HEADS, across="model"),
     "pruned_2_narrow_heads_rewarm": _change(_HALF_HEADS, rewarm=20),
     "pruned_2_narrow_heads_40_cuts": _change(_HALF_HEADS, stages=40),
+    # The weights that stay are fitted at each cut: squares, rows of 12, single weights.
+    "pruned_2_narrow_heads_rebuilt": _REBUILT,
+    "pruned_2_narrow_heads_rows_rebuilt": _change(_REBUILT, block=1, block_outputs=12),
+    "pruned_2_narrow_heads_rows": _change(_HALF_HEADS, block=1, block_outputs=12),
+    "pruned_2_narrow_heads_block_1_rebuilt": _change(_REBUILT, block=1),
+    "pruned_4_narrow_heads_rebuilt": _change(_QUARTER_HEADS, **_FITTED),
+    "pruned_4_narrow_heads_rows_rebuilt": _change(
+        _QUARTER_HEADS, block=1, block_outputs=12, **_FITTED
+    ),
+    "pruned_4_narrow_heads_rows": _change(_QUARTER_HEADS, block=1, block_outputs=12),
     "static_2_narrow_heads": _change(_HALF_HEADS, start=0, end=0, stages=1, keep="random"),
 }
 """Name -> arm."""
@@ -196,12 +218,13 @@ def shape(narrow: ModelConfig, arm: Arm) -> ModelConfig:
         narrow.d_model * (arm.heads_width or arm.width),
     ]
     num_heads = round(narrow.num_heads * arm.heads)
-    multiple = math.lcm(arm.block, num_heads) if arm.pruned else num_heads
+    multiple = math.lcm(*arm.block_sides, num_heads) if arm.pruned else num_heads
     for width in widths:
         if width % multiple > 1e-6 and multiple - width % multiple > 1e-6:
             raise UserError(
-                f"A width of {width:g} is no multiple of {multiple}, which blocks of {arm.block} "
-                f"and {num_heads} heads need; legal: other --width, --hidden or arms."
+                f"A width of {width:g} is no multiple of {multiple}, which blocks of "
+                f"{'x'.join(map(str, arm.block_sides))} and {num_heads} heads need; legal: other "
+                "--width, --hidden or arms."
             )
     width, hidden, heads = map(round, widths)
     head_dim = heads // num_heads if heads != width else 0

@@ -1,13 +1,12 @@
 """What blocks of weights cost in trained models of several widths; see `experiments.block_cost`."""
 
-import dataclasses
 import functools
 import itertools
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +18,23 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
-from sparse_dataflow.files import console, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import cpu_name
-from sparse_dataflow.pruning import rebuild
+from sparse_dataflow.pruning import rebuild, second_order
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.layer_by_layer import HeldLayers
 from sparse_dataflow.pruning.projection import Target
 from sparse_dataflow.pruning.stored import InMemory, smaller_layer
 
-from ..panels import Curve, Panel, save_panels
 from . import runs, study, text, training
 from .arms import Arm
+from .block_report import NARROW, place_of, report
 
-NARROW = "narrow"
 TESTED = 4096
 """Held-out sequences of a loss."""
 BATCHES = 8
-LEAST = 1e-3
-"""Least excess loss that a law is fitted to."""
+RECOVERY_RATES = (0.1, 0.3, 1.0)
+"""Learning rates of a recovery that are tried, relative to the dense training's."""
 SETTINGS = (
     "sequences", "length", "learning_rate", "vector_rate", "layers", "vocabulary", "sequence",
     "corpus",
@@ -50,16 +47,24 @@ def dense_model(options, width: int) -> ModelConfig:
     return study.model_of(options, width, 2 ** round(math.log2(width / 14)), 4 * width)
 
 
+def recipe_of(options, width: int, share: float = 1.0) -> training.Recipe:
+    """Returns how the model of a width is trained, at a share of its learning rate."""
+    rate = share * options.learning_rate * math.sqrt(48 / width)
+    batch = 32 * width // 48
+    return training.Recipe("muon", rate, options.vector_rate, "linear", study.WARMUP, batch)
+
+
+def steps_of(options, width: int) -> int:
+    """Returns the steps of the training of a width."""
+    model, batch = dense_model(options, width), recipe_of(options, width).batch
+    return study.narrow_steps(model, options.length, batch)
+
+
 def trained(options, width: int, corpus: text.Text) -> tuple[ModelConfig, dict]:
     """Returns the trained dense model of a width; trains it if the folder does not have it."""
     model, path = dense_model(options, width), Path(options.models) / f"width_{width}.npz"
     if not path.exists():
-        batch = 32 * width // 48
-        recipe = training.Recipe(
-            "muon", options.learning_rate * math.sqrt(48 / width), options.vector_rate, "linear",
-            study.WARMUP, batch,
-        )  # fmt: skip
-        steps = study.narrow_steps(model, options.length, batch)
+        recipe, steps = recipe_of(options, width), steps_of(options, width)
         _, params = training.train(model, Arm(), recipe, steps, 0, corpus)
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, **flatten(jax.device_get(params)))
@@ -84,20 +89,67 @@ def target_of(shape: tuple[int, int], block: str, density: float) -> Target:
     return Target.balanced(shape, groups.rows, density, 1)
 
 
-def pruned_loss(
-    model: ModelConfig, params: Any, batches: Sequence, block: str, density: float, tested: Any
-) -> float:
-    """Returns the held-out loss of a pruned model in bits a symbol, before any recovery."""
+class PrunedModel(NamedTuple):
+    """A pruned model, before any recovery.
+
+    Attributes:
+      model: its config, with dense weights.
+      params: of the model, zero where weights went.
+      masks: like the params, of the weights that stay; a scalar 1 for what is dense.
+    """
+
+    model: ModelConfig
+    params: Any
+    masks: Any
+
+
+def pruned_model(
+    model: ModelConfig, params: Any, batches: Sequence, block: str, density: float
+) -> PrunedModel:
+    """Returns a model with a fraction of its weights, or the narrow one of as many."""
     weights = ModelWeights(params)
     if block == NARROW:
         narrow, targets = rebuild.narrow_targets(model, density, 1)
         memory, layers = InMemory(narrow), HeldLayers(weights)
         for layer in rebuild.rebuilt_layers(model, layers, batches, targets):
             memory.put(layer, smaller_layer(model, layer))
-        return loss(narrow, memory.params(layers.ends()), tested)
+        params = memory.params(layers.ends())
+        return PrunedModel(narrow, params, _all_stay(params))
     chosen = {n: target_of(model.projection_shape(n), block, density) for n in model.projections}
     targets = {name: functools.partial(_same, target) for name, target in chosen.items()}
-    return loss(model, rebuild.rebuilt(model, weights, batches, targets).params, tested)
+    result = rebuild.rebuilt(model, weights, batches, targets)
+    masks = _all_stay(result.params)
+    for name, each in result.masks.items():
+        stay = [second_order.expanded(mask, chosen[name].groups) for mask in each]
+        masks["blocks"][name]["kernel"] = jnp.asarray(np.stack(stay), jnp.float32)
+    return PrunedModel(model, result.params, masks)
+
+
+def _all_stay(params):
+    return jax.tree.map(lambda leaf: jnp.ones((), jnp.float32), params)
+
+
+def recovered_loss(
+    options, dense: tuple[ModelConfig, Any], pruned: PrunedModel, share: float, corpus: text.Text,
+    sample: int,
+) -> dict[str, float]:  # fmt: skip
+    """Returns the loss after a recovery with the dense model as teacher, and its learning rate.
+
+    The rate is the one of `RECOVERY_RATES` with the least loss on the tuning documents.
+
+    Args:
+      share: of the steps of the dense training.
+    """
+    width = dense[0].d_model
+    steps = max(1, round(share * steps_of(options, width)))
+
+    def losses(rate):
+        recipe = recipe_of(options, width, rate)
+        return training.recover(*pruned, dense, recipe, steps, sample, corpus)
+
+    trials = {rate: losses(rate) for rate in RECOVERY_RATES}
+    best = min(trials, key=lambda rate: trials[rate]["tuning"])
+    return {"loss": trials[best]["held_out"], "rate": best}
 
 
 def _same(target, layer):
@@ -107,241 +159,68 @@ def _same(target, layer):
 
 def loss(model: ModelConfig, params: Any, windows: np.ndarray) -> float:
     """Returns the mean loss on int32 [windows, length + 1], in bits a symbol."""
-    parts = np.array_split(windows, 8)
-    even = jnp.full(parts[0][:, 1:].shape, 1 / parts[0][:, 1:].size)
+    groups = np.array_split(windows, 8)
+    even = jnp.full(groups[0][:, 1:].shape, 1 / groups[0][:, 1:].size)
     losses = [
         whole.loss(model, weights_of(params), whole.Batch(jnp.asarray(each), even))
-        for each in parts
+        for each in groups
     ]
     return float(np.mean(losses)) / math.log(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class Law:
-    """Excess loss of a pruned model over the dense one, in bits a symbol.
-
-    log2 excess = constants of TERMS, of log2 of the sides, the width and 1 / density.
-    """
-
-    constants: dict[str, float]
-
-    def excess(self, sides: tuple[int, int], width: float, density: float) -> float:
-        """Returns the excess loss of blocks of so many inputs and outputs."""
-        terms = _terms(sides, width, density)
-        return 2.0 ** sum(self.constants[name] * value for name, value in terms.items())
-
-
-def _terms(sides, width, density):
-    rows, columns, width, cut = (math.log2(v) for v in (*sides, width / 64, 1 / density))
-    return {
-        "1": 1.0,
-        "rows": rows,
-        "columns": columns,
-        "columns squared": columns**2,
-        "rows x columns": rows * columns,
-        "width": width,
-        "density": cut,
-        "density x sides": cut * (rows + columns),
-        "width x sides": width * (rows + columns),
-    }
-
-
-def fit(cells: Sequence[dict]) -> Law:
-    """Returns the law of least squared error of log2 excess, of rows of `cells`."""
-    terms = [_terms(_sides(c["shape"]), c["width"], c["density"]) for c in cells]
-    matrix = np.array([list(each.values()) for each in terms])
-    wanted = np.log2([max(cell["excess"], LEAST) for cell in cells])
-    constants = np.linalg.lstsq(matrix, wanted, rcond=None)[0]
-    return Law(dict(zip(terms[0], constants.tolist())))
-
-
-def _sides(shape):
-    groups = Groups.parse(shape)
-    return groups.rows, groups.cols
-
-
-def mean_cells(lines: runs.Lines) -> list[dict]:
-    """Returns a row for each width, shape and density: its mean excess over the dense model."""
-    cells: dict[tuple, list[dict]] = {}
-    for line in lines:
-        cells.setdefault((line["width"], line["shape"], line["density"]), []).append(line)
-    rows = []
-    for (width, shape, density), each in sorted(cells.items()):
-        excess = [line["loss"] - line["dense"] for line in each]
-        rows.append(
-            {
-                "width": width, "shape": shape, "density": density, "samples": len(each),
-                "excess": float(np.mean(excess)), "spread": float(np.ptp(excess)),
-                "dense": each[0]["dense"],
-            }
-        )  # fmt: skip
-    for row in rows:
-        rival = next(
-            (r["excess"] for r in rows if (r["width"], r["shape"], r["density"]) == (
-                row["width"], NARROW, row["density"])), None,
-        )  # fmt: skip
-        row["to_narrow"] = None if rival is None else row["excess"] / rival
-    return rows
 
 
 def run(options) -> int:
     """Trains and prunes what is left, then reports; see the experiment.
 
     Raises:
-      UserError: the folder has runs of other settings.
+      UserError: a shape is no block, or the folder has runs of other settings.
     """
+    for shape in (*options.shapes, options.held_out):
+        Groups.parse(shape)
     folder, corpus = Path(options.out), text.read(options.corpus, options.vocabulary)
     lines = runs.read_lines(folder, {name: getattr(options, name) for name in SETTINGS})
-    known = {tuple(line[n] for n in ("width", "shape", "density", "sample")) for line in lines}
+    measured = {place_of(line) for line in lines}
     machine = cpu_name()
     tested = corpus.windows("held_out", options.sequence, TESTED)
     for width in options.widths:
         cells = itertools.product(
             range(options.samples), options.densities, (NARROW, *options.shapes)
         )
-        left = [
-            (sample, density, shape)
+        left = {
+            (sample, density, shape): shares
             for sample, density, shape in cells
-            if (width, shape, density, sample) not in known
-        ]
+            if (shares := [
+                share for share in options.recover
+                if (width, shape, density, sample, share) not in measured
+            ])
+        }  # fmt: skip
         if not left:
             continue
         model, params = trained(options, width, corpus)
         dense = loss(model, params, tested)
-        for sample, density, shape in left:
+        for (sample, density, shape), shares in left.items():
             rng = np.random.default_rng(sample)
             tokens = corpus.batches(rng, 1, options.sequences, options.sequence)[0, :, :-1]
             batches = np.array_split(tokens, BATCHES)
             try:
-                value = pruned_loss(model, params, batches, shape, density, tested)
+                pruned = pruned_model(model, params, batches, shape, density)
             except UserError as error:
                 print(f"{runs.now()} width {width}, {shape} at {density:g}: none: {error}")
                 continue
-            line = {
-                "width": width, "shape": shape, "density": density, "sample": sample,
-                "loss": value, "dense": dense, **provenance(machine),
-            }  # fmt: skip
-            with (folder / runs.LINES).open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            lines.append(line)
-            print(
-                f"{runs.now()} width {width}, {shape} at {density:g}, sample {sample}: "
-                f"{value:.4f}, dense {dense:.4f}", flush=True,
-            )  # fmt: skip
+            for share in shares:
+                if share:
+                    result = recovered_loss(options, (model, params), pruned, share, corpus, sample)
+                else:
+                    result = {"loss": loss(pruned.model, pruned.params, tested)}
+                line = {
+                    "width": width, "shape": shape, "density": density, "sample": sample,
+                    "recovery": share, **result, "dense": dense, **provenance(machine),
+                }  # fmt: skip
+                with (folder / runs.LINES).open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                lines.append(line)
+                print(
+                    f"{runs.now()} width {width}, {shape} at {density:g}, sample {sample}, "
+                    f"recovery {share:g}: {result['loss']:.4f}, dense {dense:.4f}", flush=True,
+                )  # fmt: skip
     report(folder, lines, options.held_out)
     return 0
-
-
-def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
-    """Writes block_cost.json, block_cost.md and block_cost.png; returns the content of the first.
-
-    Args:
-      held_out: shape that one of the laws does not see.
-    """
-    cells = mean_cells(lines)
-    blocks = [cell for cell in cells if cell["shape"] != NARROW]
-    largest = max(cell["width"] for cell in cells)
-    rules = {
-        f"width {largest}": lambda cell: cell["width"] == largest,
-        f"shape {held_out}": lambda cell: cell["shape"] == held_out,
-    }
-    predictions = {}
-    for name, is_hidden in rules.items():
-        law = fit([cell for cell in blocks if not is_hidden(cell)])
-        predictions[name] = [
-            {**cell, "predicted": law.excess(
-                    _sides(cell["shape"]), cell["width"], cell["density"])}
-            for cell in blocks if is_hidden(cell)
-        ]  # fmt: skip
-    result = {
-        "commands": sorted({line["command"] for line in lines}),
-        "law": fit(blocks).constants,
-        "cells": cells,
-        "held_out": predictions,
-        "errors": {name: _errors(each) for name, each in predictions.items()},
-    }
-    (folder / "block_cost.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "block_cost.md").write_text(page(result))
-    draw(cells, folder / "block_cost.png")
-    print(page(result))
-    return result
-
-
-def _errors(predictions):
-    """Returns the errors of predicted excess losses, over the narrow model's."""
-    errors = [
-        abs(cell["predicted"] - cell["excess"]) * cell["to_narrow"] / cell["excess"]
-        for cell in predictions
-        if cell["to_narrow"] is not None
-    ]
-    if not errors:
-        return {}
-    return {"median": float(np.median(errors)), "largest": float(np.max(errors))}
-
-
-def page(result: dict) -> str:
-    """Returns the tables, as Markdown."""
-    cells = result["cells"]
-    widths = sorted({cell["width"] for cell in cells})
-    shapes = list(dict.fromkeys(cell["shape"] for cell in sorted(cells, key=_order)))
-    parts = ["# What a block costs", "", "Commands:", ""]
-    parts += [f"    {console.with_commands(each)}" for each in result["commands"]]
-    by_place = {(c["width"], c["shape"], c["density"]): c for c in cells}
-    for density in sorted({cell["density"] for cell in cells}, reverse=True):
-        for title, number in (
-            ("excess loss over the dense model, bits a symbol", lambda c: f"{c['excess']:.3f}"),
-            ("the same over the narrow model's", lambda c: f"{c['to_narrow']:.2f}"),
-        ):
-            parts += ["", f"## Density {density:g}: {title}", ""]
-            rows = [
-                (shape, *(
-                    number(by_place[w, shape, density])
-                    if (w, shape, density) in by_place
-                    and by_place[w, shape, density]["to_narrow"] is not None else "-"
-                    for w in widths
-                ))
-                for shape in shapes
-            ]  # fmt: skip
-            parts.append(output.markdown(("what stays", *map(str, widths)), rows))
-    parts += [
-        "",
-        "## Errors of the law in what it has not seen, over the narrow model's excess",
-        "",
-    ]
-    rows = [
-        (name, f"{each['median']:.0%}", f"{each['largest']:.0%}")
-        for name, each in result["errors"].items()
-        if each
-    ]
-    parts.append(output.markdown(("not seen", "median error", "largest error"), rows))
-    return "\n".join(parts) + "\n"
-
-
-def _order(cell):
-    """Returns the key that sorts shapes: the narrow model, then rows, then squares."""
-    if cell["shape"] == NARROW:
-        return (0, 0)
-    rows, columns = _sides(cell["shape"])
-    return (1 + (rows == columns and rows > 1), columns)
-
-
-def draw(cells: Sequence[dict], path: Path) -> None:
-    """Draws the cost of shapes over that of the narrow model, against the width."""
-    panels = []
-    for density in sorted({cell["density"] for cell in cells}, reverse=True):
-        curves: dict[str, Any] = {}
-        for shape in dict.fromkeys(cell["shape"] for cell in sorted(cells, key=_order)):
-            points = [
-                (cell["width"], cell["to_narrow"])
-                for cell in cells
-                if (cell["shape"], cell["density"]) == (shape, density)
-                and cell["to_narrow"] is not None
-            ]
-            if len(points) > 1:
-                x, y = map(list, zip(*points))
-                curves[shape] = Curve(x, y)
-        panels.append((density, curves))
-    save_panels(path, [
-        Panel(f"density {density:g}", "width", "excess loss over the narrow model's", curves)
-        for density, curves in panels
-    ])  # fmt: skip

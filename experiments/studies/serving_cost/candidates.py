@@ -133,7 +133,9 @@ def _candidates(studies: Studies, budget: Budget) -> Iterator[Candidate]:
     heaviest = BEYOND * studies.span("weights")[1]
     for layers in range(min(depths), max(depths) + 1):
         for pruning in (None, *studies.prunings):
-            multiple = math.lcm(STEP, studies.options.heads, pruning.arm.block if pruning else 1)
+            multiple = math.lcm(
+                STEP, studies.options.heads, *(pruning.arm.block_sides if pruning else ())
+            )
             for width in range(multiple, round(heaviest), multiple):
                 least = studies_model(studies, layers, width, width * min(ratios))
                 density = pruning.densities[0] / 2 if pruning else 1.0

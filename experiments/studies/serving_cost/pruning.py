@@ -15,7 +15,7 @@ def block_scores(
     """Returns projection -> float [layers, (experts,) in, out] blocks, higher for what should stay.
 
     Args:
-      arm: `keep` and `block`.
+      arm: `keep` and `block_sides`.
       blocks: parameters of the layers, stacked, without what is cut already.
       steps: what scored chunks returned: "products" and "inputs" of some steps.
       rng: for random blocks.
@@ -23,19 +23,19 @@ def block_scores(
     scores = {}
     for name in arm.pruned:
         kernel = np.asarray(_holder(blocks, name)[name]["kernel"])
-        stored = _sums(np.square(kernel), arm.block) > 0
+        stored = _sums(np.square(kernel), arm.block_sides) > 0
         if arm.keep == "random":
             score = rng.random(stored.shape)
         elif arm.keep == "saliency":
             products = np.concatenate(
                 [_holder(chunk["products"], name)[name]["kernel"] for chunk in steps]
             )
-            score = np.square(_sums(products, arm.block)).sum(0)
+            score = np.square(_sums(products, arm.block_sides)).sum(0)
         elif arm.keep == "activation":
             squares = np.concatenate([chunk["inputs"][name] for chunk in steps]).mean(0)
-            score = _sums(np.square(kernel) * squares[..., None], arm.block)
+            score = _sums(np.square(kernel) * squares[..., None], arm.block_sides)
         else:
-            score = _sums(np.square(kernel), arm.block)
+            score = _sums(np.square(kernel), arm.block_sides)
         scores[name] = np.where(stored, score, -np.inf)
     return scores
 
@@ -45,7 +45,7 @@ def with_blocks(masks: Any, arm: Arm, scores: Mapping[str, np.ndarray], density:
 
     Args:
       masks: like the parameters; a scalar 1 for what is dense.
-      arm: `across` and `block`.
+      arm: `across` and `block_sides`.
       scores: see `block_scores`.
       density: fraction of all blocks that stay.
     """
@@ -58,7 +58,8 @@ def with_blocks(masks: Any, arm: Arm, scores: Mapping[str, np.ndarray], density:
         chosen = {name: _largest(score, density) for name, score in scores.items()}
     layers = {name: dict(leaf) for name, leaf in masks["blocks"].items()}
     for name, mask in chosen.items():
-        features = np.repeat(np.repeat(mask, arm.block, -2), arm.block, -1)
+        inputs, outputs = arm.block_sides
+        features = np.repeat(np.repeat(mask, inputs, -2), outputs, -1)
         holder = _holder(layers, name)
         holder[name] = {**holder[name], "kernel": jnp.asarray(features, jnp.float32)}
     return {**masks, "blocks": layers}
@@ -89,7 +90,9 @@ def _relative(score):
     return score / (score[stored].mean() if stored.any() else 1.0)
 
 
-def _sums(values, block):
+def _sums(values, sides):
     """Returns sums over blocks of the last two axes."""
     *front, rows, columns = values.shape
-    return values.reshape(*front, rows // block, block, columns // block, block).sum((-3, -1))
+    inputs, outputs = sides
+    grid = rows // inputs, inputs, columns // outputs, outputs
+    return values.reshape(*front, *grid).sum((-3, -1))

@@ -9,6 +9,7 @@ brain surgeon; OBC, arXiv 2208.11580, and SparseGPT, arXiv 2301.00774, in blocks
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ def cut(
 
     Args:
       model: dense.
-      arm: `pruned` and `block`.
+      arm: `pruned`, `block_sides` and `equal_fan_in`.
       params: of the model; zero where the masks are.
       masks: like the params; a scalar 1 for what is dense.
       density: stored fraction of each pruned projection of each layer.
@@ -84,7 +85,9 @@ def cut(
 
     def fit(name, layer, read, outputs):
         before = stored[name][layer]
-        weights, stored[name][layer] = least_squares(read, outputs, arm.block, density, before)
+        weights, stored[name][layer] = least_squares(
+            read, outputs, arm.block_sides, density, before, arm.equal_fan_in
+        )
         return weights
 
     outputs = given(model, params, tokens)
@@ -108,39 +111,47 @@ def dense(read: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def least_squares(
     read: np.ndarray,
     wanted: np.ndarray,
-    block: int,
+    sides: tuple[int, int],
     density: float,
     stored: np.ndarray | None = None,
+    equal: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (weights, mask), float32 [in, out], of a projection with few blocks.
 
     Args:
       read: float32 [tokens, in], inputs.
       wanted: float32 [tokens, out], the outputs that the weights shall give.
-      block: side of a block.
-      density: fraction of the blocks that stay, of those that cost least to keep.
+      sides: inputs and outputs of a block.
+      density: fraction of the blocks that stay, of those that cost most to remove.
       stored: float [in, out], 0 where the weights are zero already; None if nowhere.
+      equal: whether equally many blocks of each output stay, within one.
     """
+    block, width = sides
     moments, products = _moments(read, wanted)
-    rows, columns = len(moments) // block, wanted.shape[1] // block
+    rows, columns = len(moments) // block, wanted.shape[1] // width
     gone = np.zeros((rows, columns), bool)
     if stored is not None:
-        gone = stored.reshape(rows, block, columns, block).sum((1, 3)) == 0
+        gone = stored.reshape(rows, block, columns, width).sum((1, 3)) == 0
     costs, turns = np.empty((2, rows, columns))
     for column in range(columns):
-        outputs = products[:, column * block : (column + 1) * block]
+        outputs = products[:, column * width : (column + 1) * width]
         costs[:, column], turns[:, column] = _costs(moments, outputs, block, gone[:, column])
     count = round(density * costs.size)
-    order = np.lexsort((turns.ravel(), costs.ravel()))
+    # Of equal fan-in, the blocks that every output keeps come last, then those that it may keep.
+    share = count / columns
+    last = (
+        (turns >= rows - math.floor(share)) * 1 + (turns >= rows - math.ceil(share)) if equal else 0
+    )
+    order = np.lexsort((turns.ravel(), costs.ravel(), np.broadcast_to(last, costs.shape).ravel()))
     mask = np.zeros(costs.size, bool)
     mask[order[costs.size - count :]] = True
     mask = mask.reshape(costs.shape)
     weights = np.zeros(products.shape, np.float32)
     for column in range(columns):
         chosen = np.flatnonzero(np.repeat(mask[:, column], block))
-        where = np.ix_(chosen, range(column * block, (column + 1) * block))
+        where = np.ix_(chosen, range(column * width, (column + 1) * width))
         weights[where] = np.linalg.solve(moments[np.ix_(chosen, chosen)], products[where])
-    return weights, np.repeat(np.repeat(mask, block, 0), block, 1).astype(np.float32)
+    return weights, np.repeat(np.repeat(mask, block, 0), width, 1).astype(np.float32)
 
 
 def _moments(read, wanted):

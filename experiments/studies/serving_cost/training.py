@@ -177,6 +177,38 @@ def train(
     return result, params
 
 
+def recover(
+    model: ModelConfig,
+    pruned: Any,
+    masks: Any,
+    teacher: tuple[ModelConfig, Any],
+    recipe: Recipe,
+    steps: int,
+    seed: int,
+    text: Text,
+) -> dict[str, float]:
+    """Trains a pruned model on what its teacher predicts; returns losses in bits a symbol by split.
+
+    Args:
+      model: of `pruned`.
+      pruned: the params to begin with.
+      masks: like the params, of the weights that stay; a scalar 1 for what is dense.
+      teacher: model and params; the loss is the divergence from it alone.
+      recipe: the optimizer and its peak.
+      steps: optimizer steps.
+      seed: of the order of the data.
+      text: the three splits.
+    """
+    program = _program(model, recipe.optimizer, recipe.vector_rate, teacher[0])
+    rates = _rates(recipe, arms.Course(steps, (), 0.0, 0.0), 0)
+    state, rng = program.begin(pruned), np.random.default_rng(seed)
+    tokens = text.batches(rng, steps, recipe.batch, model.max_len)
+    state, _, _ = program.plain(state, masks, rates, tokens, teacher[1], jnp.float32(1))
+    params = jax.tree.map(jnp.multiply, state[0], masks)
+    splits = ("held_out", "tuning")
+    return {name: program.evaluate(params, text.windows(name, model.max_len)) for name in splits}
+
+
 def _rates(recipe, course, rewarm):
     """Returns float32 [steps], the learning rate of each step."""
     step = np.arange(course.steps)

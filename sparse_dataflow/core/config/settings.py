@@ -478,6 +478,7 @@ def nearest_choice(text: str, legal: Sequence[str]) -> str:
 def _names(text: str, legal: Sequence[str]) -> tuple[str, ...]:
     if text.lower() in ("", "none"):
         return ()
+    legal = legal or tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if text.lower() == "all":
         return tuple(legal)
     chosen = {nearest_choice(name.strip(), (*legal, "all", "none")) for name in text.split(",")}

@@ -23,7 +23,7 @@ from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts, feature_chooser
-from sparse_dataflow.core.training.transitions import host_masks
+from sparse_dataflow.core.training.transitions import change_model, host_masks
 
 
 class Evolve(Hook):
@@ -32,6 +32,10 @@ class Evolve(Hook):
     Changes come before a step.  So a checkpoint has the state right after a step, and a resumed run
     makes the same changes again.
     """
+
+    def __init__(self, change: Callable = change_model):
+        """Takes what makes the canonical state of a model that of the next one."""
+        self._change = change
 
     def before_step(self, trainer: Trainer) -> None:
         """See `Hook`; writes a row "evolution"."""
@@ -58,7 +62,7 @@ class Evolve(Hook):
         batches = map(trainer.batch, itertools.count(trainer.step))
         chooser = feature_chooser(trainer.evolution, trainer.training, batches)
         after, executor = trainer.model, trainer.executor
-        trainer.state = convert_state(trainer.state, before, after, chooser, executor)
+        trainer.state = convert_state(trainer.state, before, after, chooser, executor, self._change)
         return {"exchanged": 0.0}
 
     def _update(self, trainer, share):
@@ -240,6 +244,7 @@ def usual(
     *,
     record: Hook | None = None,
     budget: Hook | None = None,
+    change: Callable = change_model,
     last: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.
@@ -249,10 +254,11 @@ def usual(
       checkpoint_every: steps between checkpoints.
       skip_spikes: `TrainingConfig.skip_spikes`; 0 for none.
       record: writes the rows "train"; `Record()` if None.
+      change: see `Evolve`.
       budget: may revise the number of steps, before other hooks ask whether a step is the last.
       last: hooks after all others, such as one that shows the time left.
     """
     spikes = [SkipSpikes(skip_spikes)] if skip_spikes else []
     saves = [Evaluate(eval_every), Save(checkpoint_every)]
     budgets = [budget] if budget else []
-    return [Evolve(), *spikes, *budgets, record or Record(), *saves, *last]
+    return [Evolve(change), *spikes, *budgets, record or Record(), *saves, *last]

@@ -373,7 +373,6 @@ def evolve_layouts(
         tokens = (batch["tokens"] for batch in batches)
         norms = programs.gradient_norms(programs.weights(state), tokens)
     state = executor.canonical(state, model)
-
     state = update_layouts(
         state, model, choose, share, norms, evolution.row_shards, method.mask_gain or 0.0
     )
@@ -392,17 +391,25 @@ def feature_chooser(
     return Chooser(evolution.features, tokens, portions(training, evolution.sequences))
 
 
-def convert_state(state, before, after, chooser: Chooser, executor: Executor = SINGLE_DEVICE):
-    """Returns the state of model `before` as a state of model `after`; see `change_model`.
+def convert_state(
+    state,
+    before,
+    after,
+    chooser: Chooser,
+    executor: Executor = SINGLE_DEVICE,
+    change: Callable = change_model,
+):
+    """Returns the state of model `before` as a state of model `after`.
 
     Features that `before` leaves out are put back, and those that `after` leaves out are chosen.
+    `change` makes the canonical state of a whole model that of the next one.
     """
     state = executor.canonical(state, before)
     if before.left_out:
         state, before = omission.put_back(state, before), before.with_all_features
     whole = after.with_all_features if after.left_out else after
     if before != whole:
-        state = change_model(state, before, whole)
+        state = change(state, before, whole)
     if after.left_out:
         positions = chooser.positions(state, whole, after.left_out)
         state = omission.leave_out(state, after, positions)

@@ -191,8 +191,8 @@ def change_model(
       old: config of the state's model.
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
-      given: projection -> what a dense weight gets: the layout of each layer, or of a masked weight
-        the mask, bool [in, out]; None for the largest blocks.
+      given: projection -> what is stored of a weight that gets sparser: the layout of each layer,
+        or of a masked weight the mask, bool [in, out]; None for the largest blocks.
     """
     if old.shared_layers:
         return _untied(state, old)
@@ -399,12 +399,14 @@ def _block_norms(values):
 def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None, given=None):
     """Keeps the largest blocks of one projection at `spec`'s density; returns (state, layouts).
 
-    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.  A dense
-    weight gets the layouts `given`, if any.
+    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.  The
+    layouts `given`, if any, are kept instead.
     """
     module = place.module(state.params)
-    if old is None and given:
-        return _with_stored(state, place, given, spec.block), given
+    if given:
+        if old is None:
+            return _with_stored(state, place, given, spec.block), given
+        return _moved_blocks(state, place, old, given), given
     if old is None:
         kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
         norms = to_host(grid_norms(kernel, spec.block))

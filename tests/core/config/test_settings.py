@@ -16,6 +16,7 @@ KINDS = {
     "share": Setting("share", float, 0.5, ""),
     "shape": Setting("shape", str, "cyclic", "", choices=NAMES),
     "shapes": Setting("shapes", tuple[str, ...], NAMES, "", choices=NAMES),
+    "texts": Setting("texts", tuple[str, ...], ("1",), ""),
     "both": Setting("both", bool, False, ""),
     "where": Setting("where", str, "", ""),
 }
@@ -32,6 +33,10 @@ PATHS = settings.by_path(RunConfig)
         ("shapes", "all", NAMES),
         ("shapes", "none", ()),
         ("shapes", "", ()),
+        ("texts", "1x16,4", ("1x16", "4")),
+        ("texts", "all", ("all",)),
+        ("texts", "none", ()),
+        ("texts", "b, a,b", ("b", "a")),
         ("both", "yes", True),
         ("both", "False", False),
         ("where", "a=b", "a=b"),
@@ -70,6 +75,9 @@ def legal_value(draw, s: Setting):
     if s.type is bool:
         return draw(st.booleans())
     if s.type == tuple[str, ...]:
+        if not s.choices:
+            names = st.text("abx019", min_size=1).filter(lambda name: name != "none")
+            return tuple(draw(st.lists(names, unique=True)))
         chosen = draw(st.sets(st.sampled_from(s.choices)))
         return tuple(name for name in s.choices if name in chosen)
     if s.type is str:
