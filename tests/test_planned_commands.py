@@ -123,7 +123,7 @@ ADVICE = re.compile(r"(--\w+=[^\s;,]*[^\s;,.]|--set [\w.]+=[^\s;,]*[^\s;,.])")
     "line",
     [
         "--scale=13b   # needs rtx-4090:1",
-        "--scale=13b --density=1   # needs h100:1",
+        pytest.param("--scale=13b --density=1   # needs h100:1", marks=pytest.mark.slow),
         "--scale=13b --set training.micro_batches=1   # needs h100:8",
         "--scale=175b   # needs h100:1",
         "--scale=1.3b --set model.remat=none --set training.micro_batches=1   # needs v5e-4",

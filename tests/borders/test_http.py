@@ -5,6 +5,7 @@ import socket
 
 import drawn
 import pytest
+from marks import some
 from storms import Storm
 
 from sparse_dataflow.commands import watch
@@ -35,8 +36,11 @@ def port(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://[", "http://[::1", "http://a]", "null", "http://evil.example", "http://\x00"]
-)
+    "origin", some(
+        ["http://[", "http://[::1", "http://a]", "null", "http://evil.example", "http://\x00"],
+        "http://[", "null", "http://evil.example",
+    ),
+)  # fmt: skip
 def test_a_foreign_or_malformed_origin_is_refused(port, capfd, origin):
     assert answer(port, get(Host="127.0.0.1", Origin=origin)) in (400, 403)
     assert answer(port, get(Host="127.0.0.1", Origin="http://localhost:7")) == 200

@@ -9,6 +9,7 @@ import threading
 
 import drawn
 import pytest
+from marks import some
 from meetings import connected, meet_all
 from ports import free_port
 
@@ -26,7 +27,7 @@ def drawn_line(draw, example):
     return drawn.json_bytes(draw, example) + draw.choice([b"\n"] * 8 + [b"", b"\n{}\n"])
 
 
-@pytest.mark.parametrize("token", ["", "secret"])
+@pytest.mark.parametrize("token", some(["", "secret"], "secret"))
 def test_no_message_of_another_program_ends_a_run(token):
     draw, port, met = random.Random(1), free_port(), []
     # Without a token, a hello of these facts is right.

@@ -131,7 +131,7 @@ def test_a_signal_whose_exception_was_swallowed_ends_with_75_all_the_same(call, 
     assert not any("gnored" in line for line in lines)
 
 
-@pytest.mark.parametrize("call", ["swallow()", "swallow_silently()"])
+@pytest.mark.parametrize("call", some(["swallow()", "swallow_silently()"], "swallow_silently()"))
 def test_a_training_does_not_begin_after_a_swallowed_signal(call):
     code = f"""
     with ended_by_signals():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.executors import whole
@@ -135,7 +136,9 @@ def test_a_model_without_a_run_is_saved_dense_in_the_architecture_that_is_named(
         sd.save(model, tmp_path / "both", form="both")
 
 
-@pytest.mark.parametrize("config", [CONFIG, CONFIG.dense()], ids=["sparse", "dense"])
+@pytest.mark.parametrize(
+    "config", some({"sparse": (CONFIG,), "dense": (CONFIG.dense(),)}, "sparse")
+)
 def test_a_saved_model_is_loaded_with_its_layouts_and_tokenizer(config, tmp_path):
     tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, 280)
     model = draw(config, tokenizer=tokenizer)

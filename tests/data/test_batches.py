@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import some
 
 from sparse_dataflow.core.training.held_out import bits_per_byte
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
@@ -78,7 +79,7 @@ def test_order_differs_between_epochs_and_seeds():
     assert order(0, 1) == order(0, 1)
 
 
-@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("threads", some([0, 2], 2))
 @settings(max_examples=20)
 @given(start=st.integers(0, 40))
 def test_a_resumed_run_reads_the_tail_of_an_uninterrupted_run(threads, start):

@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from marks import some
 
 from sparse_dataflow.files.errors import UserError
 
@@ -72,7 +73,7 @@ def test_only_folders_of_the_named_tasks_are_read(lm_eval_tasks, folder, monkeyp
     assert files is None or set(tasks) == files
 
 
-@pytest.mark.parametrize("shots", [0, 1])
+@pytest.mark.parametrize("shots", some([0, 1], 1))
 def test_standard_tasks_run_with_all_request_types(
     harness, lm_eval_tasks, trained, manager, monkeypatch, shots
 ):

@@ -39,13 +39,13 @@ def continued(folder, **options):
     [
         (END, None, END, "end"),
         ([END, TURN], None, TURN, "end"),
-        ([TURN, END, PAD], None, PAD, "end"),
-        (END, [END, TURN], TURN, "end"),
+        pytest.param([TURN, END, PAD], None, PAD, "end", marks=pytest.mark.slow),
+        pytest.param(END, [END, TURN], TURN, "end", marks=pytest.mark.slow),
         (..., [TURN], TURN, "end"),
         (None, TURN, TURN, "end"),
         # transformers obeys generation_config.json alone.
         ([END, TURN], END, TURN, "length"),
-        (END, {}, TURN, "length"),
+        pytest.param(END, {}, TURN, "length", marks=pytest.mark.slow),
     ],
 )
 def test_a_text_stops_at_the_ends_that_transformers_stops_at(

@@ -70,7 +70,7 @@ def test_a_variant_or_checkpoint_that_a_directory_lacks_is_named():
         sd.load("nowhere")
 
 
-@pytest.mark.parametrize("config", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("config", some(SPECS, "by depth", "llama", "by projection"))
 def test_a_sparse_form_begins_a_run_with_its_own_sparsity(tmp_path, config):
     params, tables = export(tmp_path / "model", "sparse", config)
     request = Request(changes={"run.init_from": str(tmp_path / "model")})

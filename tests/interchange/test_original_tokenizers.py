@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from marks import some
 from models import DENSE, random_model
 
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -188,7 +189,7 @@ def test_the_first_of_several_ends_of_text_ends_a_document(trained_fields, tmp_p
     assert tokenizer.original_ids[tokenizer.eot_id] == 2
 
 
-@pytest.mark.parametrize("form", huggingface.READABLE)
+@pytest.mark.parametrize("form", some(huggingface.READABLE, "sparse"))
 def test_an_export_writes_the_original_byte_for_byte(imported, original, tmp_path, form):
     folder = tmp_path / "exported"
     write(folder, form, imported)

@@ -184,7 +184,7 @@ def test_activations_that_are_not_finite_are_named():
         initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by="rebuild")
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(2, 13), (3, 20), (5, 32)])
+@pytest.mark.parametrize(("rows", "tokens"), some([(2, 13), (3, 20), (5, 32)], 3))
 def test_too_few_tokens_are_a_warning_with_the_layer_and_the_damping(rows, tokens, capfd, caplog):
     start = start_of(LLAMA)
     after = LLAMA.with_linears(LinearSpec("block_sparse", "random", 0.5, 8), ("mlp_in",))

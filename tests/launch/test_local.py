@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from marks import some
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "local.py"
@@ -133,7 +134,7 @@ sys.exit(2)
     assert "timeout" not in err
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", some([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_a_signal_is_forwarded_once_and_saving_is_awaited(tmp_path, sent):
     text = """
 received = []
@@ -167,7 +168,7 @@ os._exit(75)
 """
 
 
-@pytest.mark.parametrize("how", ["a signal", "a failure"])
+@pytest.mark.parametrize("how", some(["a signal", "a failure"], "a signal"))
 def test_a_reader_of_standard_error_that_stopped_delays_no_signal_and_no_end(tmp_path, how):
     run = Launched(tmp_path, FLOOD, processes=2)
     pids = run.wait_ready()

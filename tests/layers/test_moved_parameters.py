@@ -66,7 +66,13 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name",
+    some(
+        [*RULES], "tiny noise", "rounded to 4 bits", "set to zero", "signs", "float16",
+        "relative noise", "4 bits of the largest", "sorted", "dropped",
+    ),
+)  # fmt: skip
 def test_each_rule_on_all_parameters_leaves_it_finite(name):
     for offset in range(4):
         layer = make(offset=offset)

@@ -71,7 +71,7 @@ def follows(old, new, sources, axis):
 
 
 @pytest.mark.parametrize("evolving", [False, True])
-@pytest.mark.parametrize("block", [8, 16])
+@pytest.mark.parametrize("block", some([8, 16], 16))
 def test_each_axis_of_stored_blocks_follows_and_no_other(evolving, block):
     """32 x 64 at density 1/2 in blocks of 8 stores 16 blocks; of 16, 4."""
     model = make(evolving, block)
@@ -107,7 +107,7 @@ def test_each_axis_of_stored_blocks_follows_and_no_other(evolving, block):
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, lambda each: dict(zip("ab", each))])
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_several_optimizers_follow_together(wrap, evolving):
     model = make(evolving)
     sparse = lambda path, leaf: isinstance(leaf, nnx.Param) and path[0] == 0  # noqa: E731

@@ -10,7 +10,7 @@ from marks import some
 import sparse_dataflow as sd
 
 
-@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("evolving", some([False, True], True))
 def test_qwix_passes_over_the_layers_and_nnx_lora_does_not(evolving):
     qwix = pytest.importorskip("qwix")
     model = nnx.Sequential(

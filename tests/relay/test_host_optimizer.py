@@ -10,6 +10,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import some
 
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.relay import host_optimizer
@@ -66,7 +67,7 @@ def test_bfloat16_moments_are_computed_in_float32_and_rounded(size, optimizer, i
         np.testing.assert_array_equal(stored.parameter, exact.parameter)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", some([True, False], True))
 @pytest.mark.parametrize("shape", [(1, 24, 40), (70, 48, 48), (600, 8, 16)])
 def test_updates_of_matrices_equal_those_of_optax(shape, in_place):
     """A dense kernel, and stacks in more than one piece."""

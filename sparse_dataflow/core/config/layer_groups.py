@@ -109,7 +109,9 @@ def mean_multiplier(model: ModelConfig) -> float:
 
 def with_densest_layers(model: ModelConfig) -> ModelConfig:
     """Returns the model with every layer at the density of its densest layer."""
-    return _uniform(model, max(model.density_by_depth, default=1.0))
+    if not model.density_by_depth:
+        return model
+    return _uniform(model, max(model.density_by_depth))
 
 
 def _uniform(model, multiplier):

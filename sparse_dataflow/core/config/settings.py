@@ -7,11 +7,12 @@ through this module and knows nothing else about them.  A setting is explained o
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin
 
 import numpy as np
@@ -270,12 +271,24 @@ def setting(
     return dataclasses.field(default=default, metadata={"setting": extra})
 
 
-def settings(config: Any) -> Iterator[Setting]:
-    """Yields the settings of a config class or instance, without those of its members."""
-    for field in dataclasses.fields(config):
-        if "setting" in field.metadata:
-            kind = field.type if field.default is not None else get_args(field.type)[0]
-            yield Setting(field.name, kind, field.default, **field.metadata["setting"])
+def settings(config: Any) -> tuple[Setting, ...]:
+    """Returns the settings of a config class or instance, without those of its members."""
+    return _settings(config if isinstance(config, type) else type(config))
+
+
+@functools.cache
+def _settings(kind):
+    # A search of plans makes thousands of configs, each of which is checked.
+    return tuple(
+        Setting(
+            field.name,
+            field.type if field.default is not None else get_args(field.type)[0],
+            field.default,
+            **field.metadata["setting"],
+        )
+        for field in dataclasses.fields(kind)
+        if "setting" in field.metadata
+    )
 
 
 def by_path(config: Any) -> dict[str, Setting]:

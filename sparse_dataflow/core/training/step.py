@@ -67,7 +67,6 @@ def abstract_state(
 def _draw(model, training, executor):
     optimizer = make_optimizer(model, training)
 
-    @jax.jit
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params: Any = gpt.init(model, init_key)
@@ -77,6 +76,8 @@ def _draw(model, training, executor):
         return TrainState(step, params, moments, key, rest)
 
     shardings = executor.shardings(jax.eval_shape(draw), model)
+    # Array by array, models in one process share the programs of equal shapes. One program of all
+    # arrays has the same bits, and is compiled for each model.
     return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
 
 

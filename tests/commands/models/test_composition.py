@@ -12,6 +12,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import some
 
 import sparse_dataflow as sd
 from experiments import generate
@@ -129,7 +130,7 @@ def test_a_tilde_in_the_list_of_runs_is_expanded(folders, monkeypatch):
     assert composition.run_names(f"~/{os.path.basename(first)}, {second}") == [first, second]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], "bfloat16"))
 def test_a_switch_moves_the_stored_parameters_and_the_index_tables(dtype):
     config = sd.preset("pico").change(sparsity__block=16, model__compute_dtype=dtype)
     for name in ("sparse", "dense"):

@@ -20,6 +20,7 @@ from checkpoint_states import (
     saved,
     small_state,
 )
+from marks import some
 
 from sparse_dataflow.core.checkpoint import checkpoint, named_arrays
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
@@ -226,7 +227,9 @@ def test_other_arrays_are_refused(tmp_path, change, message):
         Checkpoints(tmp_path, config=CONFIG).restore(small_state(0) | change)
 
 
-@pytest.mark.parametrize("shape", [(3200, 8000), (16, 8), (32, 8, 1)])
+@pytest.mark.parametrize(
+    "shape", some({"wide": ((3200, 8000),), "short": ((16, 8),), "deep": ((32, 8, 1),)}, "short")
+)
 def test_arrays_of_other_shapes_than_described_are_refused_unread(tmp_path, monkeypatch, shape):
     """A forged checkpoint could exhaust memory while its manifest and description fit."""
     saved(tmp_path / "forged", [4])

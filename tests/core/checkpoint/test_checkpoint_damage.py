@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_states import CONFIG, restored_step, saved, small_state
+from marks import some
 
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.files import manifest
@@ -54,7 +55,9 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", some(DAMAGES, flip, remove_data, break_json_under_a_good_manifest, remove_manifest)
+)
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, caplog, damage):
     saved(tmp_path, [1, 2, 3])
     damage(tmp_path / "3")
@@ -71,7 +74,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, caplo
     assert (tmp_path / "3.damaged-2").exists()
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", some(DAMAGES, flip, break_json))
 def test_if_all_are_damaged_they_are_named(tmp_path, damage):
     saved(tmp_path, [1, 2])
     for step in ("1", "2"):

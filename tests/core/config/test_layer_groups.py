@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import some
 from small_models import shapes_of, tables_of
 
 from sparse_dataflow.compile import traced
@@ -230,7 +231,7 @@ def traced_flops(model):
     return traced.count(program, {}).flops
 
 
-@pytest.mark.parametrize("deepest", [0, 16])
+@pytest.mark.parametrize("deepest", some([0, 16], 16))
 def test_a_step_has_the_flops_of_its_layers(monkeypatch, deepest):
     monkeypatch.setattr(whole, "UNROLL_CHANGING_LAYERS", deepest)
     group_flops = [

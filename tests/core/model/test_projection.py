@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 from flax import nnx
+from marks import some
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -97,7 +98,7 @@ def test_a_layer_equals_its_dense_formula(spec, projection):
 
 
 @pytest.mark.parametrize("spec", [LinearSpec(), sparse(1 / 4, 3, hadamard=64)])
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", some([1, 5], 1))
 def test_a_threshold_lets_small_inputs_of_the_weight_count_as_zeros(spec, tokens):
     params = {**arbitrary(abstract(spec)), "bias": np.zeros(1024, np.float32)}
     plain = layer(params, spec)
@@ -125,7 +126,7 @@ def test_the_low_rank_term_starts_at_zero_with_a_gradient():
     assert np.abs(gradient["b_kernel"]).max() > 0
 
 
-@pytest.mark.parametrize(("projection", "gain"), [("qkv", 1.0), ("mlp_out", 0.25)])
+@pytest.mark.parametrize(("projection", "gain"), some([("qkv", 1.0), ("mlp_out", 0.25)], "qkv"))
 def test_the_initial_scale_does_not_depend_on_density(projection, gain):
     x = np.random.default_rng(0).normal(size=(200, WIDE.projection_shape(projection)[0]))
     for spec in (LinearSpec(), sparse(1 / 16), sparse(1 / 4), sparse(1.0)):

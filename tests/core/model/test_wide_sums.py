@@ -105,7 +105,7 @@ def platform(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize(("length", "tokens"), [(3, 40), (17, 5), (64, 64)])
+@pytest.mark.parametrize(("length", "tokens"), some([(3, 40), (17, 5), (64, 64)], 3))
 def test_the_gradients_of_a_lookup_and_of_the_table_add_up(platform, length, tokens):
     rng = np.random.default_rng(length)
     table, dy, dtable = (rng.normal(size=(n, 4)) for n in (length, tokens, length))

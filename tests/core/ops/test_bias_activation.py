@@ -7,7 +7,7 @@ import pytest
 from activation_formulas import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import some
+from marks import examples, some
 from simulated_triton import simulated_triton
 
 from sparse_dataflow.core.config.activations import fused_names
@@ -23,7 +23,7 @@ def drawn(seed, rows, features, dtype="float32"):
 
 
 @pytest.mark.parametrize("implementation", bias_activation_op.IMPLEMENTATIONS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(
     seed=st.integers(0, 99),
     rows=st.sampled_from([(16,), (3, 16), (2, 80), (48,)]),

@@ -355,7 +355,12 @@ def largest_of_a_gradient(array_sizes, implementation, tokens, traced_tables):
 @pytest.mark.parametrize(
     ("implementation", "traced_tables"),
     [
-        pytest.param(i, traced, id=f"{i.name}-{'traced' if traced else 'concrete'}")
+        pytest.param(
+            i,
+            traced,
+            id=f"{i.name}-{'traced' if traced else 'concrete'}",
+            marks=pytest.mark.slow if i.runtime_tables and not traced else (),
+        )
         for i in SUITE
         for traced in (False, True)
         if i.stored_blocks_only and (i.runtime_tables or not traced)
@@ -391,7 +396,7 @@ def test_few_rows_read_every_stored_block_once(rows):
 
 
 @pytest.mark.parametrize("pattern", ["monarch", "butterfly", "random"])
-@pytest.mark.parametrize("rows", [1, 7, 32])
+@pytest.mark.parametrize("rows", some([1, 7, 32], 7))
 def test_few_rows_on_a_gpu_run_no_kernel(monkeypatch, pattern, rows):
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     layout = make_layout(pattern, 256, 512, 64, 1 / 4)

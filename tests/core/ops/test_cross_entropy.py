@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.ops.cross_entropy import (
@@ -62,7 +63,7 @@ def token_losses(module, *operands):
 
 
 @pytest.mark.parametrize("module", [reference, api], ids=["reference", "chunked"])
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     tokens=st.sampled_from([1, 5, 8, 9, 16, 23]),
     d_model=st.integers(1, 9),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some
 
 from sparse_dataflow.core.ops import dispatch, matrix_product
 
@@ -25,7 +26,7 @@ def assert_near(got, expected, tolerance):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", some([*DTYPES], "float32", "bfloat16"))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_product_and_its_gradients_are_those_of_float64(shape, dtype):
     x, weight, dy = operands(shape, dtype)

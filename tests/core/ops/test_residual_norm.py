@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import examples
 from simulated import simulated_tpu
 from simulated_triton import simulated_triton
 
@@ -86,7 +87,7 @@ CASES = dict(
 
 
 @pytest.mark.parametrize("implementation", residual_norm_op.IMPLEMENTATIONS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(**CASES)
 def test_values_and_gradients_are_those_of_float64(
     implementation, seed, rows, features, names, norm
@@ -106,7 +107,7 @@ def test_values_and_gradients_are_those_of_float64(
 
 
 @pytest.mark.parametrize("implementation", ["pallas_triton", "pallas_tpu"])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=examples(3), deadline=None)
 @given(**CASES)
 def test_kernels_in_bfloat16_round_once(implementation, seed, rows, features, names, norm):
     if implementation == "pallas_tpu":

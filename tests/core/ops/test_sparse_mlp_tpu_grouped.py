@@ -104,7 +104,7 @@ def test_illegal_groups_are_refused():
     assert "do not fit VMEM; legal: more groups" in reason((2, 1024, 1024), (2, 1024, 1024))
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", some([1, 2], 2))
 def test_stored_blocks_of_monarch_and_of_its_shards_take_the_fused_kernels(shards):
     sides = (512, 1024), (1024, 512)
     layouts = [make_layout("monarch", *side, 128, 1 / 2) for side in sides]
@@ -162,8 +162,10 @@ def test_a_block_of_llama_takes_the_fused_kernel():
     ("changes", "kernels_called"),
     [
         ({}, 1),
-        ({"activation": "gelu"}, 1),
-        ({"activation": "relu"}, 1),
+        *(
+            pytest.param({"activation": name}, 1, marks=pytest.mark.slow)
+            for name in ("gelu", "relu")
+        ),
         ({"activation": "gelu_exact"}, 0),
         ({"biases": ("mlp_in",)}, 0),
         ({"linears": {**dict(LLAMA.linears), "mlp_gate": LinearSpec()}}, 0),

@@ -90,7 +90,7 @@ def train(trainers, stop=lambda: False):
     ("bad", "words"),
     [
         ("gradients", r"step 5 is not finite \(gradients of blocks\.qkv, loss 2\.0\)"),
-        ("loss", r"step 5 is not finite \(loss inf\)"),
+        pytest.param("loss", r"step 5 is not finite \(loss inf\)", marks=pytest.mark.slow),
         ("router", r"step 5 is not finite \(loss nan, router_z_loss of layer 1\)"),
         # A step with finite gradients may break parameters; the next save detects it.
         ("parameters", r"step 6 is not finite \(parameters of blocks\.qkv\)"),
@@ -108,7 +108,7 @@ def test_a_broken_step_is_named_and_never_saved(tmp_path, bad, words):
 
 
 @pytest.mark.parametrize("value", some([np.nan, np.inf, -np.inf], -np.inf))
-@pytest.mark.parametrize("field", ["params", "moments"])
+@pytest.mark.parametrize("field", some(["params", "moments"], "moments"))
 def test_a_checkpoint_that_is_not_finite_is_passed_over(
     tmp_path, caplog, monkeypatch, field, value
 ):

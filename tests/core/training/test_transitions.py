@@ -142,7 +142,7 @@ def test_random_choices_follow_from_key_and_step():
     assert layouts[0] != layouts[1] and layouts[0] != layouts[2]
 
 
-@pytest.mark.parametrize("model", [MODEL, RANKED], ids=["plain", "ranked"])
+@pytest.mark.parametrize("model", some({"plain": (MODEL,), "ranked": (RANKED,)}, "ranked"))
 def test_dense_is_the_same_function_with_the_same_moments(model):
     dense = phase_specs(model, EvolutionConfig("sparse_to_dense"))[1].model
     before = trained_state(model)

@@ -29,7 +29,7 @@ def test_the_twins_share_a_steps_own_memory_but_not_their_states():
 
 @pytest.mark.parametrize("gib", some([1, 8, 40, 80, 300], 8, 80))
 @pytest.mark.parametrize("scale", some(["mini", "1.3b", "13b", "175b"], "1.3b", "13b"))
-@pytest.mark.parametrize("twin", ["yes", "no"])
+@pytest.mark.parametrize("twin", some(["yes", "no"], "yes"))
 def test_what_is_advised_is_not_refused(scale, gib, twin):
     asked = [f"--scale={scale}", f"--twin={twin}"]
     config, models = described(*asked)
