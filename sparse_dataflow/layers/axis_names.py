@@ -75,7 +75,12 @@ def joined_names(
     sizes = {} if mesh.empty else dict(mesh.shape)
     new: list[Any] = []
     for group, length in zip(groups, shape, strict=True):
-        axes_of_group = [a for axis in group for a in _mesh_axes(names[axis], metadata, sizes)]
+        translated = {
+            name: _mesh_axes(name, metadata) for axis in group for name in _flat(names[axis])
+        }
+        axes_of_group = [
+            axis for axes in translated.values() for axis in axes if not sizes or axis in sizes
+        ]
         legal: list[str] = []
         for axis in dict.fromkeys(axes_of_group):
             shards = math.prod(sizes.get(each, 1) for each in (*legal, axis))
@@ -85,7 +90,10 @@ def joined_names(
             _say_replicated(
                 length, tuple(missing), {axis: sizes.get(axis) for axis in axes_of_group}
             )
-        new.append(tuple(legal) if len(legal) > 1 else legal[0] if legal else None)
+        # A logical name that has these axes alone stays, because linen's rules translate it later,
+        # and take the axes of a tuple as they are.
+        alone = [name for name, axes in translated.items() if legal and axes == legal]
+        new.append((*alone, *legal)[0] if alone or len(legal) == 1 else tuple(legal) or None)
     metadata.setdefault(_KERNEL, names)
     return {**metadata, key: tuple(new)}
 
@@ -103,13 +111,12 @@ def _name_in_flax():
     return next(name for name in _NAMES if variable.metadata.get(name))
 
 
-def _mesh_axes(entry, metadata, sizes):
+def _mesh_axes(name, metadata):
     """Returns the mesh axes of a name, which may be a logical one."""
     rules: Any = spmd.composite_rules(
         spmd.get_logical_axis_rules(), metadata.get("sharding_rules") or ()
     )
-    axes = [a for name in _flat(entry) for a in _flat(dict(rules).get(name, name))]
-    return [axis for axis in axes if not sizes or axis in sizes]
+    return list(_flat(dict(rules).get(name, name)))
 
 
 def _flat(entry):

@@ -15,7 +15,8 @@ import sparse_dataflow as sd
 
 PACKAGES = (
     "torch", "transformers", "wandb", "mlflow", "pyarrow", "datasets", "zstandard", "qwix",
-    "equinox", "equimo", "dm", "mamba", "google", "chex",
+    "equinox", "equimo", "dm", "mamba", "google", "chex", "maxtext", "tokamax", "aqtp",
+    "pathwaysutils", "omegaconf",
 )  # fmt: skip
 SHORT = ("--twin=no", "--steps=2", "--set=run.eval_every=2")
 TRACKERS = "--set=run.trackers="

@@ -1,33 +1,43 @@
 """Runs flax's own tests of nnx with `nnx.Linear`, and with a block-sparse linear in its place.
 
-    python tests/layers/flax_suite.py
+    python tests/layers/flax_suite.py [FOLDER]
 
-The tests are those of the installed version of flax, from its public repository.  A test that
-passes with `nnx.Linear` alone is listed with its error.
+The tests are those of the installed version of flax: pip fetches its source, which has them.  A
+folder with flax's source can stand in for it.  A test that passes with `nnx.Linear` alone is
+counted by its error.
 """
 
 import collections
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
 import flax
 
-SOURCE = "https://github.com/google/flax"
-
 LEAST = 0.89
 """Share of the tests that pass with `nnx.Linear` which must pass with a block-sparse linear."""
 
 
-def fetch(folder: str) -> None:
-    """Fetches the tests of nnx into a folder."""
-    branch = f"v{flax.__version__}"
-    options = ["--quiet", "--depth=1", "--filter=blob:none", "--sparse", f"--branch={branch}"]
-    subprocess.run(["git", "clone", *options, SOURCE, folder], check=True)
-    subprocess.run(["git", "-C", folder, "sparse-checkout", "set", "tests/nnx"], check=True)
+def fetch(folder: str) -> str:
+    """Fetches the source of the installed flax into a folder, and returns where it is."""
+    release = f"flax=={flax.__version__}"
+    options = ["--quiet", "--no-deps", "--no-binary=flax", f"--dest={folder}", release]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
+    [archive] = Path(folder).glob("flax-*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return str(archive).removesuffix(".tar.gz")
+
+
+def copy_tests(source: str, folder: str) -> None:
+    """Copies the tests of nnx and pytest's settings, without the package that lies beside them."""
+    shutil.copytree(f"{source}/tests/nnx", f"{folder}/tests/nnx")
+    shutil.copy(f"{source}/pyproject.toml", folder)
 
 
 def errors(folder: str, *options: str) -> tuple[int, dict[str, str]]:
@@ -49,12 +59,11 @@ def errors(folder: str, *options: str) -> tuple[int, dict[str, str]]:
     return int(passed[1]), dict(lines)
 
 
-def main(folder: str = "") -> None:
-    """Prints both counts and what differs; `folder` has a copy of flax's repository already."""
+def main(source: str = "") -> None:
+    """Prints both counts and what differs; `source` has flax's source already."""
     with tempfile.TemporaryDirectory() as temporary:
-        if not folder:
-            folder = f"{temporary}/flax"
-            fetch(folder)
+        folder = f"{temporary}/tests"
+        copy_tests(source or fetch(temporary), folder)
         dense, dense_errors = errors(folder)
         sparse, sparse_errors = errors(folder, "-p", "flax_linear")
     differ = {name: text for name, text in sparse_errors.items() if name not in dense_errors}

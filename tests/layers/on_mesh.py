@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -93,6 +94,42 @@ def explicit_difference(x):
             gradients = nnx.jit(nnx.grad(loss))(placed, rows)
         differences.append(largest_difference(gradients, expected))
     return max(differences)
+
+
+def uncontextual_difference(x):
+    """Of rows over Explicit axes where no context has the mesh, alone and compiled."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    layers, differences = model(), []
+    for spec in (P(), P("data"), P(("data", "fsdp")), P(None, "fsdp")):
+        rows = jax.device_put(x, NamedSharding(mesh, spec))
+        for function in (lambda m, x: m(x), nnx.jit(nnx.grad(loss, argnums=1))):
+            differences.append(largest_difference(function(layers, rows), function(layers, x)))
+    return max(differences)
+
+
+def linen_translations(x):
+    """Shards of stored blocks after linen's translation of names, which flax's rules were for.
+
+    By how many axes of the mesh the rules give to a kernel.
+    """
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    report = {}
+    for rules in (
+        [("embed", None), ("mlp", None)],
+        [("embed", None), ("mlp", "fsdp")],
+        [("embed", "data"), ("mlp", None)],
+        [("embed", ("data",)), ("mlp", ("fsdp",))],
+        [("embed", ("data", "fsdp")), ("mlp", "data")],
+    ):
+        metadata = {"out_sharding": ("embed", "mlp"), "eager_sharding": False}
+        dense = nnx.Linear(64, 128, kernel_metadata=metadata, rngs=nnx.Rngs(0))
+        with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+            state = nnx.state(sd.sparsify(dense, density=1.0, block=16))
+        specs = nnx.get_partition_spec(state)
+        shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
+        values = jax.device_put(state, shardings)["values"][...]
+        report[str(rules)] = values.shape[0] // values.sharding.shard_shape(values.shape)[0]
+    return list(report.values())
 
 
 def translated_shardings(x):
@@ -236,6 +273,8 @@ if __name__ == "__main__":
         "shard_map": shard_map_difference(x),
         "checked_shard_map": checked_shard_map_difference(x),
         "explicit": explicit_difference(x),
+        "uncontextual": uncontextual_difference(x),
+        "linen": linen_translations(x),
         "evolved": evolved_shardings(x),
         "translated": translated_shardings(x),
         "called": call_shardings(x),

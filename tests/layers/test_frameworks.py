@@ -1,7 +1,7 @@
 """Models of other libraries become block-sparse, train, evolve, and are saved and restored.
 
-`make optional` installs those that pip has together.  MaxText, EasyDeL, bonsai and jax2onnx, which
-wants an older jax, have environments of their own: install one there, and run this file.
+`make optional` installs those that pip has together.  EasyDeL, bonsai and jax2onnx, which wants an
+older jax, have environments of their own: install one there, and run this file.
 """
 
 import functools
@@ -85,24 +85,23 @@ def bonsai_vit():
     return make, lambda model: model(images, rngs=None), 2 * 6
 
 
-class MaxTextAttention(nnx.Module):
-    """The projections of an attention layer and an MLP, as MaxText makes them."""
-
-    def __init__(self, linear):
-        make = functools.partial(linear, rngs=nnx.Rngs(0))
-        self.query = make(64, (4, 16), axis=-1, kernel_axes=("embed", "heads", "kv"))
-        self.out = make((4, 16), 64, axis=(-2, -1), kernel_axes=("heads", "kv", "embed"))
-        self.wi = make(64, 128, kernel_axes=("embed", "mlp"), use_bias=True)
-        self.wo = make(128, 64, kernel_axes=("mlp", "embed"))
-
-    def __call__(self, x):
-        return x + self.wo(nnx.gelu(self.wi(x + self.out(jnp.tanh(self.query(x))))))
-
-
 def maxtext():
-    linears = pytest.importorskip("maxtext.layers.linears")
+    """Returns Llama's decoder layer, which has seven of MaxText's `DenseGeneral`."""
+    module = pytest.importorskip("maxtext.models.llama2")
+    from maxtext.configs import pyconfig
+
+    config = pyconfig.initialize(
+        ["", str(pathlib.Path(pyconfig.__file__).with_name("base.yml"))],
+        base_emb_dim=64, base_mlp_dim=128, base_num_query_heads=4, base_num_kv_heads=2, head_dim=16,
+        max_target_length=16, per_device_batch_size=2, vocab_size=32, attention="dot_product",
+        dtype="float32", weight_dtype="float32", matmul_precision="highest", hardware="cpu",
+        enable_checkpointing=False, skip_jax_distributed_system=True, log_config=False,
+    )  # fmt: skip
+    kinds = (jax.sharding.AxisType.Auto,) * len(config.mesh_axes)
+    mesh = jax.make_mesh((1,) * len(kinds), config.mesh_axes, axis_types=kinds)
     x = jax.random.normal(jax.random.key(1), (2, 16, 64))
-    return lambda: MaxTextAttention(linears.DenseGeneral), lambda model: model(x), 4
+    make = lambda: module.LlamaDecoderLayer(config, "train", mesh, nnx.Rngs(0))  # noqa: E731
+    return make, lambda layer: layer(x, None, positions()[0], True, "train")[0], 7
 
 
 class EasyDelMlp(nnx.Module):
@@ -160,7 +159,7 @@ MODELS = {
     "mamba2-jax": mamba2,
     "bonsai qwen3": bonsai_qwen3,
     "bonsai vit": bonsai_vit,
-    "maxtext linears": maxtext,
+    "maxtext llama2 layer": maxtext,
     "easydel linears": easydel,
 }
 

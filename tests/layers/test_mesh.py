@@ -26,6 +26,14 @@ def test_explicit_axes_have_the_gradients_of_one_device(report):
     assert report["explicit"] < 1e-6
 
 
+def test_explicit_axes_without_a_mesh_in_context_have_the_results_of_one_device(report):
+    assert report["uncontextual"] < 1e-5
+
+
+def test_stored_blocks_stay_sharded_when_linen_translates_their_logical_names(report):
+    assert report["linen"] == [1, 4, 2, 8, 8]
+
+
 def test_evolution_keeps_arrays_sharded(report):
     before, after, halved = report["evolved"]
     assert before == after and before[-1] == 8

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from absl import logging
 from jax import export, lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.files.errors import UserError
@@ -111,12 +112,14 @@ def over_auto_axes(function: Callable, x: jax.Array, *others: Any) -> jax.Array 
     Products split and merge axes in ways for which JAX asks how the result is sharded.  Within
     `function` the compiler decides.  The result is sharded as x, its last axis replicated.
     """
-    mesh, aval = jax.sharding.get_abstract_mesh(), jax.typeof(x)
-    mesh = aval.sharding.mesh if mesh.empty else mesh
+    context, aval = jax.sharding.get_abstract_mesh(), jax.typeof(x)
+    mesh = aval.sharding.mesh if context.empty else context
     if jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return None
-    spec = (*aval.sharding.spec, *(None,) * x.ndim)[: x.ndim - 1]
-    return jax.sharding.auto_axes(function, out_sharding=P(*spec, None))(x, *others)
+    result: Any = P(*(*aval.sharding.spec, *(None,) * x.ndim)[: x.ndim - 1], None)
+    if context.empty:
+        result = NamedSharding(mesh, result)  # Else JAX does not know which axes it makes Auto.
+    return jax.sharding.auto_axes(function, out_sharding=result)(x, *others)
 
 
 def at_most(size: Any, limit: int) -> bool:
