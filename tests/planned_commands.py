@@ -32,7 +32,7 @@ MACHINE = re.compile(r"(?<![\w.-])(?:[a-z][\w-]*:\d+|v\d\w+-\d+)(?![\w-])")
 MAIN = ("experiments.gpt13b_sparse", "experiments.gpt13b_dense")
 STUDIES = (
     *("coordinate_check", "dense_end", "iso_flop", "omit_features", "sparse_quality"),
-    *("sparse_scaling_law", "step_bench"),
+    *("sparse_scaling_law", "step_bench", "task_table"),
 )
 """Experiments that train the dense model of their request, too."""
 GPUS_A_NODE = 8

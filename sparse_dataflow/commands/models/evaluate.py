@@ -60,6 +60,29 @@ def evaluate(options) -> None:
     Raises:
       UserError: before anything is scored where it can be known then.
     """
+    result = evaluated(options)
+    output.print_text(evaluation_report.text(result))
+    first = next(iter(result["models"].values()))
+    folder = _folder_of_results(options.run) or Path(first["run"])
+    say(f"kept in {evaluation_report.keep(folder, result)}")
+    report = evaluation_report.add_to_report(folder, result)
+    if report or _record(first["run"]):
+        say(f"report: {report}" if report else "no report yet: the run has not ended")
+
+
+def evaluated(options) -> dict:
+    """Evaluates models.
+
+    Args:
+      options: of `experiments.evaluate`.
+
+    Returns:
+      What evaluation.json has: "models" (name -> what it is, the model of --run first, then those
+      of --against in their order), and "rows", a dict for each task, number of examples and metric.
+
+    Raises:
+      UserError: before anything is scored where it can be known then.
+    """
     keep_freed_memory()
     others = _others(options.against)
     load_model.refuse_no_model(options.run, "--run")
@@ -71,7 +94,6 @@ def evaluate(options) -> None:
             f"--activation_sparsity={share:g} needs one device, and this process has "
             f"{jax.device_count()}; legal here: 0."
         )
-    results = _folder_of_results(options.run)
     # Of a name on the hub, everything below reads one commit.
     options = dataclasses.replace(options, run=str(local_folder(options.run)))
     others = [(str(local_folder(place)), variant) for place, variant in others]
@@ -102,7 +124,7 @@ def evaluate(options) -> None:
     rows, notes = _task_rows(ready, lms, list(models), options, context)
     if share:
         notes.insert(0, f"The smallest {share:.0%} of each projection's inputs count as zeros.")
-    result = {
+    return {
         **measurement.provenance(hardware.detect([first.model.compute_dtype]).name),
         "corpus": {"name": corpus.name, "hash": corpus.content_hash},
         "models": {name: _described(trained) for name, trained in models.items()},
@@ -111,12 +133,6 @@ def evaluate(options) -> None:
         "notes": notes,
         "rows": [_loss_row(losses, first.tokenizer), *rows],
     }
-    output.print_text(evaluation_report.text(result))
-    results = results or first.folder
-    say(f"kept in {evaluation_report.keep(results, result)}")
-    report = evaluation_report.add_to_report(results, result)
-    if report or first.record:
-        say(f"report: {report}" if report else "no report yet: the run has not ended")
 
 
 def _folder_of_results(place) -> Path | None:
@@ -323,6 +339,7 @@ def _row(name, task, shots, metric, scores, models):
         "lower_is_better": first.lower_is_better,
         "items": first.items,
         "documents": len(set(documents)),
+        "item_documents": np.unique(documents, return_inverse=True)[1].tolist(),
         "chance": task.chance(first.items),
         "baselines": {name: scores[name].value for name in BASELINES if name in scores},
         "models": by_model,

@@ -24,7 +24,8 @@ def data(result: Mapping[str, Any]) -> EvaluationData:
             name: {key: model[key] for key in ("value", "error")}
             for name, model in row["models"].items()
         }
-        rows.append({**row, "models": models})
+        kept = {key: value for key, value in row.items() if key != "item_documents"}
+        rows.append({**kept, "models": models})
     return EvaluationData(
         list(result["models"]), rows, METHOD, list(result["notes"]), result["command"]
     )

@@ -1,0 +1,41 @@
+"""One command puts trained models into a table of tasks, and goes on where it was stopped."""
+
+import importlib.util
+import json
+
+import pytest
+from exit_status import exit_status
+
+from experiments import task_table
+from sparse_dataflow.data import cache
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="the extra eval is not installed"
+)
+
+
+def test_models_of_a_run_in_one_table(job, copy, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cache, "FOLDER", job.cache / "sparse_dataflow")
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        f"--models=dense={copy}:dense,sparse={copy}",
+        *("--tasks=brackets,cloze", "--items=6", "--num_fewshot=0", "--out=table"),
+    )
+    assert exit_status(task_table, *flags) == 0
+    table = json.loads((tmp_path / "table" / "task_table.json").read_text())
+    assert table["names"] == ["dense", "sparse"] and table["seeds"] == 1
+    assert [row["task"] for row in table["rows"]] == ["brackets", "cloze"]
+    kept = json.loads((tmp_path / "table" / "evaluation_0.json").read_text())
+    for row, told in zip(kept["rows"][1:], table["rows"]):
+        for name, score in told["scores"].items():
+            assert score == pytest.approx(row["models"][name]["value"])
+    assert "| brackets | 0 | 33% |" in (tmp_path / "table" / "task_table.md").read_text()
+    # The same command scores nothing again; a file of someone else stays.
+    before = (tmp_path / "table" / "evaluation_0.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert exit_status(task_table, *flags) == 0
+    assert (tmp_path / "table" / "evaluation_0.json").stat().st_mtime_ns == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("mine")
+    assert exit_status(task_table, *flags[:-1], "--out=other") == 2
+    assert "mine.txt" in capsys.readouterr().err
