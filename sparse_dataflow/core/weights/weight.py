@@ -23,7 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.projections import KINDS, PRECISIONS
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
-from sparse_dataflow.core.layouts.layout import BlockLayout, FixedTables
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.weights import kinds
 from sparse_dataflow.core.weights.kind import METADATA, ON_REGISTER, Weight
@@ -31,9 +30,6 @@ from sparse_dataflow.core.weights.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.weights.gradient_norms import SumCopies
-
-jax.tree_util.register_static(BlockLayout)
-jax.tree_util.register_static(FixedTables)
 
 
 def _as_pytree(weight: type[Weight]) -> None:
