@@ -81,8 +81,8 @@ def prepare(
         for i in range(len(jax.tree.leaves(arrays)[0])):
             layer = _layer(arrays, i, dtype)
             if layouts:
-                of_layer = functools.partial(_layout, config, i)
-                layer = merged(layer, stacks.map_placed_layouts(of_layer, layouts))
+                layer_layout = functools.partial(_layout, config, i)
+                layer = merged(layer, stacks.map_placed_layouts(layer_layout, layouts))
             weights = layer_weights(config, layer)
             layers.append(decoded_form.layer_in_form(config, weights, form, len(layers)))
     return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))

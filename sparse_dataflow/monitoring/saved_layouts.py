@@ -69,10 +69,10 @@ class LayoutReader:
         planned = self._variant.phases
         models = []
 
-        def abstract_part(extra):
+        def shapes(extra):
             phases = SavedProgress.from_extra(extra, planned).phases
             models.append(phases[phase_before(phases, step)].model)
             return {"tables": stacks.layouts_by_name(stacks.stored_layouts(models[0]))}
 
-        (layouts,) = named_arrays.read_part(self._folder, step, abstract_part).values()
+        (layouts,) = named_arrays.read_part(self._folder, step, shapes).values()
         return stacks.layouts_of(models[0], stacks.layout_tree(models[0], layouts))

@@ -166,11 +166,11 @@ class MappedFiles:
           UserError: it cannot be written; the previous step stays the last complete one.
         """
         slot = self._free_slot()
-        rest, given = self._trees[slot][-1], _Rest.of(state)
+        rest, new = self._trees[slot][-1], _Rest.of(state)
         if not rest.masks:
-            given = given._replace(masks=())
+            new = new._replace(masks=())
         # A step's layouts may have their groups, which follow from the arrays.
-        for to, array in zip(jax.tree.leaves(rest), jax.tree.leaves(given), strict=True):
+        for to, array in zip(jax.tree.leaves(rest), jax.tree.leaves(new), strict=True):
             np.copyto(to, array, casting="no")
         digests = {section_name(s): self._digests[s] for s in self._sections}
         newest = {

@@ -391,8 +391,8 @@ def norm_specs(projections):
 
 def local_weights(weights):
     """Returns a device's weights: layouts [layers, lines, fan], without the axis of shards."""
-    own = lambda table: table if table.ndim == 3 else table[:, 0]  # noqa: E731
-    return weights.map_layouts(lambda layout: jax.tree.map(own, layout))
+    drop = lambda table: table if table.ndim == 3 else table[:, 0]  # noqa: E731
+    return weights.map_layouts(lambda layout: jax.tree.map(drop, layout))
 
 
 def put_global(leaf, target):

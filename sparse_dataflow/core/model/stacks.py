@@ -62,8 +62,10 @@ def layout_tree(model: ModelConfig, layouts: Any) -> Any:
 
     def tree(group):
         leaves = {name: {LAYOUT: layout} for name, layout in group.items()}
-        of_experts = {name: leaves.pop(name) for name in MLP if model.experts and name in leaves}
-        return {**leaves, "experts": of_experts} if of_experts else leaves
+        expert_layouts = {
+            name: leaves.pop(name) for name in MLP if model.experts and name in leaves
+        }
+        return {**leaves, "experts": expert_layouts} if expert_layouts else leaves
 
     groups = split_groups(layouts)
     return {"blocks": join_groups(list(map(tree, groups)))} if any(groups) else ()

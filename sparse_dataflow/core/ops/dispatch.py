@@ -15,7 +15,12 @@ from jax import export, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core.layouts.layout import BlockLayout, FixedTables, Groups
 from sparse_dataflow.files.errors import UserError
+
+# Every op and every weight loads this module; `layout` itself loads no jax.
+for _static in (BlockLayout, FixedTables, Groups):
+    jax.tree_util.register_static(_static)
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 """An operand whose shape and dtype alone are read."""

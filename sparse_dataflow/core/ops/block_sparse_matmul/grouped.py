@@ -16,9 +16,6 @@ from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import Groups, LayoutTables
 from sparse_dataflow.core.ops import derivatives, dispatch, quantized
 
-jax.tree_util.register_static(Groups)
-
-
 Products = Callable[..., jax.Array]
 """(x [tokens, features], weight [groups, inputs, outputs], its groups, block=side) -> y."""
 
