@@ -15,11 +15,11 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.projection import with_threshold
 from sparse_dataflow.core.ops import dispatch
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner.decoding import decoding_bytes
 
 from . import benchmark, paired, torch_decoding
 from .benchmark import Program
@@ -58,7 +58,7 @@ def run(request: Request, options) -> None:
         token = medians[name] / options.tokens
         on_cpu = dispatch.platform() == "cpu"
         skipped = zeros if on_cpu else 0
-        read = cost.decoding_bytes(model, batch, cached, skipped, rows=on_cpu)
+        read = decoding_bytes(model, batch, cached, skipped, rows=on_cpu)
         rows[name] = {
             "token_ms": 1e3 * token,
             "cpu_ms": 1e3 * float(np.median(counted[name].seconds)) / options.tokens,

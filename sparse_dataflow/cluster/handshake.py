@@ -44,7 +44,7 @@ _HELLO = {"process": int, "processes": int, "facts": dict, "nonce": str, "proof"
 _ANSWER = {"joined": bool, "refused": str, "proof": str}
 
 
-def proof(token: str, role: str, nonces: tuple[str, str], content: Any) -> str:
+def proof(token: str, role: str, nonces: tuple[str, str], content: object) -> str:
     """Returns the HMAC-SHA256 (hex) of a message.
 
     Args:
@@ -65,7 +65,7 @@ def is_proof(right: str, received: str) -> bool:
     return hmac.compare_digest(right.encode(), received.encode(errors="surrogatepass"))
 
 
-def has_form(message: Any, form: Mapping[str, type]) -> bool:
+def has_form(message: object, form: Mapping[str, type]) -> bool:
     """Returns whether a message has these fields, of exactly these types, and no others."""
     return (
         isinstance(message, dict)
@@ -268,7 +268,7 @@ def difference(
     return f"Process {other} has other settings than process 0: {shown}. All need the same."
 
 
-def join(address: tuple[str, int], mine: Mapping[str, Any], timeout: float, token: str) -> Lines:
+def join(address: tuple[str, int], mine: Mapping[str, object], timeout: float, token: str) -> Lines:
     """Joins process 0 at an address, and waits until it has accepted all processes.
 
     Raises:

@@ -59,7 +59,7 @@ class ProcessSet:
         """Whether this process is ending."""
         return self._leaving.is_set()
 
-    def send_status(self, status: Mapping[str, Any]) -> None:
+    def send_status(self, status: Mapping[str, object]) -> None:
         """Sends a JSON-able status of this process to the connected ones."""
         self._send({"status": dict(status)})
 

@@ -55,7 +55,7 @@ class Status:
     silent: float = 0.0
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any], silent: float) -> "Status":
+    def from_message(cls, message: Mapping[str, object], silent: float) -> "Status":
         """Reads an untrusted message; fields of a wrong type or size keep their defaults."""
         valid: dict[str, Any] = {}
         for field in dataclasses.fields(cls):

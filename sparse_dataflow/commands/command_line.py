@@ -147,7 +147,9 @@ _QUIET = Flag(
 
 
 def flags_of(
-    shared: Sequence[str], options: type | None, defaults: Mapping[str, Any] = request.NO_DEFAULTS
+    shared: Sequence[str],
+    options: type | None,
+    defaults: Mapping[str, object] = request.NO_DEFAULTS,
 ) -> list[Flag]:
     """The flags of an experiment: the shared ones in the order of `request.NAMED`, then its own.
 
@@ -371,7 +373,7 @@ def run(
     *,
     shared: Sequence[str] = (),
     options: type | None = None,
-    defaults: Mapping[str, Any] = request.NO_DEFAULTS,
+    defaults: Mapping[str, object] = request.NO_DEFAULTS,
     argv: Sequence[str] | None = None,
 ) -> None:
     """An experiment's entry point: parse, check, call main, exit.
@@ -461,7 +463,7 @@ def arguments(
     argv: Sequence[str],
     shared: Sequence[str],
     options: type | None,
-    defaults: Mapping[str, Any] = request.NO_DEFAULTS,
+    defaults: Mapping[str, object] = request.NO_DEFAULTS,
 ) -> list[Any]:
     """What `run` passes to main.
 
@@ -489,7 +491,7 @@ def arguments(
 
 def _request(
     flags: Sequence[Flag],
-    flag_values: Mapping[str, Any],
+    flag_values: Mapping[str, object],
     sets: Sequence[str],
     mistakes: Mistakes,
 ) -> Request:

@@ -46,14 +46,18 @@ class GivenSettings:
         return ", ".join(self.spelled[path] for path in paths if path in self.changes)
 
 
-def _given(words: str, paths: Iterable[str], example: Mapping[str, Any]) -> Option:
+def _given(words: str, paths: Iterable[str], example: Mapping[str, object]) -> Option:
     """Returns the option that a command line names one of some settings."""
     paths = tuple(paths)
     return Option(words, lambda given: given.words(paths), example)
 
 
 def _while(
-    words: str, path: str, default: Any, fits: Callable[[Any], Any], example: Mapping[str, Any]
+    words: str,
+    path: str,
+    default: object,
+    fits: Callable[[Any], Any],
+    example: Mapping[str, object],
 ) -> Option:
     """Returns the option that a setting, or its default, has some value; none of a resumed run."""
 
@@ -203,7 +207,7 @@ ROWS = (
 )
 
 
-def refuse_flags(changes: Mapping[str, Any], spelled: Mapping[str, str], resumed: bool) -> None:
+def refuse_flags(changes: Mapping[str, object], spelled: Mapping[str, str], resumed: bool) -> None:
     """Refuses settings of a command line that do not go together.
 
     Args:

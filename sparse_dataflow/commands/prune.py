@@ -19,8 +19,8 @@ NARROW = "narrow"
 
 @arguments.checked
 def prune(
-    model: Any,
-    batches: Any,
+    model: object,
+    batches: object,
     *,
     density: float | None = None,
     block: int | str = 16,

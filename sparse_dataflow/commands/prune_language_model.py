@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ LONGEST_ROW, ROWS = 512, 8
 
 
 def prune_language_model(
-    model: Any,
+    model: object,
     batches: list,
     groups: Groups | None,
     density: float | None,
@@ -88,7 +87,7 @@ def prune_language_model(
     return PrunedModel(folder, {}, directory.errors)
 
 
-def _opened(model: Any, by_layer: bool) -> tuple[Model, Layers]:
+def _opened(model: object, by_layer: bool) -> tuple[Model, Layers]:
     """Returns a model and its weights; of a directory that is read in parts without params."""
     if isinstance(model, str | Path):
         folder = hub_models.local_folder(model)

@@ -190,7 +190,7 @@ class TrainBatches:
         """Returns what a checkpoint stores besides the step; None, as a step is all it takes."""
         return None
 
-    def resume(self, positions: Any) -> None:
+    def resume(self, positions: object) -> None:
         """Takes the `positions` of a checkpoint."""
 
     def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:

@@ -48,7 +48,7 @@ class Rendered(NamedTuple):
     unprompted: int = 0
 
 
-def checked_example(record: Any) -> str:
+def checked_example(record: object) -> str:
     """Returns an example in canonical JSON.
 
     An example is {"prompt": string, "answer": string}, or {"messages": [{"role": string, "content":

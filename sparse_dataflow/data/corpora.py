@@ -381,7 +381,7 @@ def _mixed(name: str, sources: dict[str, Corpus], weights: dict[str, float]) -> 
     return Corpus(name, train, validation, _digest(identity), mixture)
 
 
-def _digest(identity: Any) -> str:
+def _digest(identity: object) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 

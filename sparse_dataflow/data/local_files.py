@@ -398,7 +398,7 @@ def _json(line: str, path: Path, number: int) -> Any:
         raise UserError(f"{path}, line {number}, is not JSON: {reason}.") from error
 
 
-def _text_field(record: Any, path: Path, number: int, column: str) -> str:
+def _text_field(record: object, path: Path, number: int, column: str) -> str:
     text = record.get(column, 0) if isinstance(record, dict) else None
     if text is None and isinstance(record, dict):
         return ""

@@ -169,7 +169,7 @@ class StreamBatches(TrainBatches):
                 table[source, lane] = (newest, *start)
         return collectives.newest(table).tolist()
 
-    def resume(self, positions: Any) -> None:
+    def resume(self, positions: object) -> None:
         """Takes the positions of a checkpoint, which are not trusted.
 
         Raises:

@@ -77,7 +77,7 @@ class _Generation(jinja2.ext.Extension):
 class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja's sandbox, which counts the rounds of loops where no template can name the count."""
 
-    def __init__(self, chat: bool, **options: Any):
+    def __init__(self, chat: bool, **options: object):
         """Makes an environment.
 
         Args:

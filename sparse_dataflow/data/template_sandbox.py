@@ -49,7 +49,7 @@ class _Died(LimitExceeded):
     """The child ended, perhaps of what earlier requests left behind, such as memory."""
 
 
-def render(text: str, values: Mapping[str, Any], chat: bool = True, date: str = "") -> str:
+def render(text: str, values: Mapping[str, object], chat: bool = True, date: str = "") -> str:
     """Returns the text that a template makes of values.
 
     Args:
@@ -93,7 +93,7 @@ class _Child:
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self._end)
 
-    def answer(self, *request: Any) -> str:
+    def answer(self, *request: object) -> str:
         """Returns the child's answer to a request.
 
         Raises:

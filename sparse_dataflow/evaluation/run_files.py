@@ -100,7 +100,7 @@ class RunRecord:
         return redact_json(fields)
 
 
-def to_bytes(fields: Mapping[str, Any]) -> bytes:
+def to_bytes(fields: Mapping[str, object]) -> bytes:
     """Returns the bytes of a JSON file of a run, with secrets redacted."""
     return json.dumps(redact_json(dict(fields)), indent=1).encode() + b"\n"
 

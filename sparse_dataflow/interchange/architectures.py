@@ -574,7 +574,7 @@ _FREE = ("linears", "density_by_depth", "remat", "compute_dtype", "precision", "
 """Fields of `ModelConfig` that config.json does not have."""
 
 
-def row(fields: Mapping[str, Any]) -> Architecture:
+def row(fields: Mapping[str, object]) -> Architecture:
     """Returns the row of a config.json.
 
     Raises:
@@ -589,7 +589,7 @@ def row(fields: Mapping[str, Any]) -> Architecture:
     raise UserError(f"it has a model of type {kind!r}; legal: {', '.join(ARCHITECTURES)}.{more}")
 
 
-def read_config(fields: Mapping[str, Any]) -> ModelConfig:
+def read_config(fields: Mapping[str, object]) -> ModelConfig:
     """Returns the model that a config.json describes.
 
     Raises:
@@ -616,7 +616,7 @@ def read_config(fields: Mapping[str, Any]) -> ModelConfig:
     return _comparable(ModelConfig(**ours))
 
 
-def without_aliases(architecture: Architecture, fields: Mapping[str, Any]) -> dict[str, Any]:
+def without_aliases(architecture: Architecture, fields: Mapping[str, object]) -> dict[str, Any]:
     """Returns the fields by their first names; raises UserError if two names disagree."""
     named = dict(fields)
     for alias, name in architecture.aliases.items():

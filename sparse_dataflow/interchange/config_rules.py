@@ -27,14 +27,14 @@ Default = Any | Callable[[Mapping[str, Any]], Any]
 class FieldRule(Protocol):
     """See the module docstring."""
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         """Maps fields of config.json to fields of `ModelConfig`."""
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
         """Maps a config to fields of config.json."""
 
 
-def unsupported(name: str, value: Any, legal: str) -> UserError:
+def unsupported(name: str, value: object, legal: str) -> UserError:
     """Returns the error of a field with a value that is not supported."""
     text = repr(value)
     text = text if len(text) <= 80 else f"{text[:77]}..."
@@ -61,7 +61,7 @@ class Same(FieldRule):
     null: Any = None
     zero: Any = 0
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         if self.null is not None and self.theirs in fields:
             value = fields[self.theirs]
             return {self.ours: self.null if value is None else value}
@@ -90,7 +90,7 @@ class Named(FieldRule):
     default: Any
     also: str = ""
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         value = _value(fields, self.theirs, self.default)
         if not isinstance(value, str | bool) or value not in self.names:
             raise unsupported(self.theirs, value, ", ".join(map(str, self.names)))
@@ -112,7 +112,7 @@ class Always(FieldRule):
 
     fields: Mapping[str, Any]
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         return dict(self.fields)
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Only(FieldRule):
     theirs: str
     legal: Default
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         legal = self.legal(fields) if callable(self.legal) else self.legal
         value = fields.get(self.theirs)
         if value is not None and value != legal:
@@ -158,7 +158,7 @@ class Biases(FieldRule):
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     default: bool = False
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         biases = self.always
         for name, projections in self.switches.items():
             value = _value(fields, name, self.default)
@@ -178,7 +178,7 @@ class AttentionMultiplier(FieldRule):
 
     theirs: str
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         factor = _value(fields, self.theirs, 1.0)
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 1e-6 < factor < 1e6:
@@ -202,7 +202,7 @@ class QueryNorms(FieldRule):
     theirs: str
     scope: str
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         value = _value(fields, self.theirs, False)
         if not isinstance(value, bool):
             raise unsupported(self.theirs, value, "true, false")
@@ -216,7 +216,7 @@ class QueryNorms(FieldRule):
 class LocalLayers(FieldRule):
     """Layers with a window ("local") and without ("global"), as GPT-Neo lists them."""
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         layers, legal = fields.get("num_layers") or 0, '[[["global", "local"], 12]]'
         types = _value(fields, "attention_types", [[["global", "local"], 12]])
         try:
@@ -249,7 +249,7 @@ class UnrotatedLayers(FieldRule):
     """Layers without rotary positions: 0 in a list with a number for each layer, or else every
     fourth."""
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         rotated = _rotated(fields)
         return {"rotary_layers": pattern([ROTATED if r else UNROTATED for r in rotated])}
 
@@ -372,7 +372,7 @@ class Mixture(FieldRule):
     name: str
     switch: str = ""
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         experts = _value(fields, self.name, REQUIRED)
         if not experts:
             raise unsupported(self.name, experts, "1 or more")
@@ -406,7 +406,7 @@ class SharedExpert(FieldRule):
     name: str
     width: str
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         shared, width = (_value(fields, name, REQUIRED) for name in (self.name, self.width))
         if not shared or shared % width:
             raise unsupported(self.name, shared, f"multiples of {self.width}={width}")

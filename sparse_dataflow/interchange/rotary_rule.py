@@ -73,7 +73,7 @@ class Rotary(FieldRule):
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     local: float = 0.0
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
         for alias, name in self.aliases.items():
             value = fields.get(alias)
             if None not in (value, fields.get(name)) and fields[name] != value:

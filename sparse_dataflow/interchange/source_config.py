@@ -39,7 +39,7 @@ class _Recorded(Mapping):
         return len(self.fields)
 
 
-def unread(fields: Mapping[str, Any]) -> list[str]:
+def unread(fields: Mapping[str, object]) -> list[str]:
     """Returns the fields of a config.json, of a value but zero or false, that change nothing here,
     without those that change nothing anywhere."""
     architecture = row(fields)
@@ -51,7 +51,7 @@ def unread(fields: Mapping[str, Any]) -> list[str]:
 
 
 def changed(
-    name: str, source: Mapping[str, Any], representation: Representation
+    name: str, source: Mapping[str, object], representation: Representation
 ) -> dict[str, Any] | None:
     """Returns a config.json with the fields of `representation` that `source` has otherwise.
 

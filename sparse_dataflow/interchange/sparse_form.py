@@ -46,7 +46,7 @@ def write(
     model: ModelConfig,
     weights: ModelWeights,
     context: int,
-    more: Mapping[str, Any],
+    more: Mapping[str, object],
     dtype: str = DTYPES[0],
 ) -> list[Path]:
     """Writes config.json, with `more` fields, the reader for PyTorch and the weights into an
@@ -64,7 +64,11 @@ def write(
 
 
 def write_small_files(
-    folder: Path, model: ModelConfig, weights: ModelWeights, context: int, more: Mapping[str, Any]
+    folder: Path,
+    model: ModelConfig,
+    weights: ModelWeights,
+    context: int,
+    more: Mapping[str, object],
 ) -> None:
     """Writes config.json, with `more` fields, and the reader for PyTorch.
 

@@ -76,7 +76,7 @@ def fields_of(files: Mapping[str, bytes], name: str, folder: Path) -> dict[str, 
     return fields
 
 
-def tokenizer_class(settings: Mapping[str, Any]) -> str:
+def tokenizer_class(settings: Mapping[str, object]) -> str:
     """Returns the class that tokenizer_config.json names, without "Fast"; "" for none."""
     return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
@@ -195,7 +195,7 @@ def start(
 
 def prefix(
     engine: tokenizers.Tokenizer,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     tokens: Mapping[str, str],
     end: int,
     folder: Path,
@@ -275,7 +275,7 @@ def settings_of(
     return fields
 
 
-def as_json(fields: Mapping[str, Any]) -> bytes:
+def as_json(fields: Mapping[str, object]) -> bytes:
     """Returns the bytes of a JSON file of an export."""
     return (json.dumps(fields, indent=1) + "\n").encode()
 

@@ -297,7 +297,7 @@ def read_base(record: RunRecord, folder: str | Path) -> StartingPoint:
     return read_again(record.init_from or {}, folder, "train adapters of")
 
 
-def read_again(source: Mapping[str, Any], folder: str | Path, verb: str) -> StartingPoint:
+def read_again(source: Mapping[str, object], folder: str | Path, verb: str) -> StartingPoint:
     """Reads the weights that a run began to use.
 
     Args:

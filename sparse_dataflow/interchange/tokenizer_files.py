@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -55,7 +55,7 @@ class Read(NamedTuple):
     order: np.ndarray
 
 
-def read(folder: Path, config: Mapping[str, Any]) -> Read:
+def read(folder: Path, config: Mapping[str, object]) -> Read:
     """Reads the tokenizer of a Hugging Face directory, with its special tokens and other files.
 
     Args:

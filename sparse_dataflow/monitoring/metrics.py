@@ -144,7 +144,7 @@ class MetricsWriter:
         folder: Path,
         step: int = 0,
         tracker_names: Sequence[str] = (TENSORBOARD,),
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ):
         """Opens the files and the trackers.
 
@@ -301,7 +301,7 @@ class SideFile:
                 )
 
 
-def _say_missing(path: Path, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+def _say_missing(path: Path, rows: Sequence[Mapping[str, object]], step: int) -> None:
     """Says how many of the steps until a checkpoint have no row, as after a power cut."""
     missing = set(range(1, step + 1)) - {r["step"] for r in rows if r["kind"] in _OF_STEPS}
     if missing:

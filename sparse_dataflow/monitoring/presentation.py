@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 LEGAL_NAME = re.compile(r"[A-Za-z_][\w./-]{0,59}", re.ASCII)
 """Names of metrics; pages leave out other names, which a damaged file may have."""
@@ -46,13 +46,13 @@ def presentation(name: str) -> Presentation:
     return KNOWN.get(name) or Presentation(name.replace("_", " "), f"{name} {{:.4g}}")
 
 
-def line(row: Mapping[str, Any]) -> str:
+def line(row: Mapping[str, object]) -> str:
     """Returns the text of a row "train" in the line of progress."""
     shown = ((presentation(name).line, row[name]) for name in row if name not in COUNTERS)
     return " ".join(form.format(value) for form, value in shown if form and value is not None)
 
 
-def figure_names(histories: Iterable[Sequence[Mapping[str, Any]]]) -> list[str]:
+def figure_names(histories: Iterable[Sequence[Mapping[str, object]]]) -> list[str]:
     """Returns the names of the metrics that pages draw, known ones first.
 
     Args:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from tqdm import tqdm
 
@@ -213,7 +212,7 @@ class Progress:
         terminal = sys.stderr is not None and sys.stderr.isatty() and collectives.is_first()
         self._terminal = terminal and not output.is_quiet()
 
-    def note(self, name: str, step: int, steps: int, row: Mapping[str, Any]) -> None:
+    def note(self, name: str, step: int, steps: int, row: Mapping[str, object]) -> None:
         """Takes the row of a model's newest step, which the next line shows."""
         self._models[name] = step, steps, presentation.line(row)
 

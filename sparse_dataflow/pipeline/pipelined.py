@@ -163,7 +163,7 @@ class Pipelined(Sharded):
             rest = merged(work.params["blocks"], work.rest)
             work = work._replace(rest=rest, params=measured)
             strips = split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
-            return self._of_whole_blocks(strips)
+            return self._summed_strips(strips)
 
         in_specs = STAGED, specs, P(axes or None)
         groups = split_groups(layouts_by_name(weights.rest))
@@ -233,7 +233,7 @@ class Pipelined(Sharded):
 
         def layer(layer_config, params, rest, x, context):
             run = functools.partial(block, layer_config, params, rest)
-            xs, metrics = whole.each_part(run, *whole.parts(rank, x, context))
+            xs, metrics = whole.run_sub_batches(run, *whole.sub_batches(rank, x, context))
             return jnp.concatenate(xs), metrics
 
         def kind(remat_kind, layer_config, group):

@@ -292,13 +292,13 @@ class ServerStep:
         if not self._server.updates_at_once:
             self._gradients[section] = gradients
             return
-        self._update(section, gradients, self._own_factor(section))
+        self._update(section, gradients, self._section_factor(section))
         # The newest updates may run on, beside the device. Waiting for older ones bounds the
         # gradients in host memory, and pins their copies while the device computes.
         for other in list(self._updates)[:-IN_FLIGHT]:
             self._finish_update(other)
 
-    def _own_factor(self, section):
+    def _section_factor(self, section):
         """Returns the factor of eager clipping."""
         limit = self._server.training.clip / math.sqrt(len(self._sections))
         return _clip_factor(math.sqrt(sum(self._squares[section].values())), limit)
@@ -414,7 +414,7 @@ class ServerStep:
             exact = self._server.clipping == "exact"
             factor = self._global_factor() if exact else 0.0
             for section in self._sections:
-                each = factor if exact else self._own_factor(section)
+                each = factor if exact else self._section_factor(section)
                 self._update(section, self._gradients[section], each)
         for section in updated:
             self._finish_update(section)

@@ -1,7 +1,6 @@
 """HTML of the report templates in this folder."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jinja2
 
@@ -10,7 +9,7 @@ from sparse_dataflow.files.errors import redact
 from sparse_dataflow.reporting.quantities import visible
 
 
-def html(template: str, contents: Mapping[str, Any]) -> str:
+def html(template: str, contents: Mapping[str, object]) -> str:
     """Returns a page that needs no network, with secrets redacted.
 
     Args:

@@ -49,14 +49,14 @@ class Devices:
         return "--executor=relay" if relay else f"--mesh={self.plan.mesh}"
 
 
-def _used(words: str, used: Callable[[Any], Any], **example: Any) -> Option:
+def _used(words: str, used: Callable[[Any], Any], **example: object) -> Option:
     """Returns an option of a `RunConfig`; `part__name` in the example is the setting part.name."""
     settings = {path.replace("__", "."): value for path, value in example.items()}
     return Option(words, lambda run: run.config and used(run.config) and words, settings)
 
 
 def _other(
-    path: str, legal: Callable[[Any], Any], example: Any, words: str = "", **more: Any
+    path: str, legal: Callable[[Any], Any], example: object, words: str = "", **more: object
 ) -> Option:
     """Returns a setting with another value than the legal ones.
 
@@ -77,13 +77,13 @@ def _other(
     return Option(words or path, used, {path: example} | settings)
 
 
-def _no(path: str, empty: Any) -> Option:
+def _no(path: str, empty: object) -> Option:
     """Returns the lack of a setting that other options need."""
     lacks = lambda run: run.config is not None and not _value(run.config, path)  # noqa: E731
     return Option(path, lacks, {path: empty}, needed=True)
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
+def _one_of(*values: object) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 

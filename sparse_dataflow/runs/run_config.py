@@ -301,7 +301,7 @@ class RunConfig(Readable):
         twins = {"no": (), "yes": ("dense",), "narrow": ("dense", "narrow")}
         return ("sparse", *twins[self.run.twin])
 
-    def change(self, **changes: Any) -> "RunConfig":
+    def change(self, **changes: object) -> "RunConfig":
         """This config with other values, as in `change(training__batch=16)`: `__` is a dot.
 
         Raises:

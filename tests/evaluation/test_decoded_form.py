@@ -17,12 +17,12 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.weights.masked import Masked
 from sparse_dataflow.core.weights.rows import Rows
 from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.evaluation.composition import OneModel
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner.decoding import decoding_bytes
 
 WIDTH, CACHE = 6, 12
 decode_token = jax.jit(kv_cache.decode_token, static_argnames="config")
@@ -178,7 +178,7 @@ def test_decoding_bytes_are_those_of_the_rows(monkeypatch, dtype, outputs):
     linears = [m for layer in weights.layers for m in layer.values() if hasattr(m, "weight")]
     read = config.vocab_size * config.d_model * jnp.dtype(dtype).itemsize
     read += sum(leaf.nbytes for leaf in jax.tree.leaves(linears))
-    assert cost.decoding_bytes(config, 1, 0, rows=True) == read
+    assert decoding_bytes(config, 1, 0, rows=True) == read
 
 
 def test_a_model_for_prompts_is_prepared_once(trained):

@@ -18,8 +18,8 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.core.ops import dispatch
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.planner.decoding import decoding_bytes
 
 ROWS, WIDTH, CACHE = 3, 8, 16
 
@@ -145,20 +145,18 @@ def test_decoding_bytes_are_those_of_the_weights_and_caches(config, dtype):
             if leaf_name != "gate"
         ]
     read = sum(leaf.nbytes for leaf in leaves)
-    assert cost.decoding_bytes(config, batch=1, cached=0) == read
+    assert decoding_bytes(config, batch=1, cached=0) == read
     size = jnp.dtype(dtype).itemsize
     cached = 2 * config.num_layers * 3 * 7 * config.kv_heads * config.head_width * size
-    assert cost.decoding_bytes(config, batch=3, cached=7) == read + cached
+    assert decoding_bytes(config, batch=3, cached=7) == read + cached
 
 
 def test_zeros_save_the_bytes_of_long_rows_of_dense_weights_for_one_text():
     config = dataclasses.replace(SPARSE, d_ff=256).with_linears(LinearSpec(), ("mlp_in", "qkv"))
-    read = cost.decoding_bytes(config, batch=1, cached=0)
-    saved = read - cost.decoding_bytes(config, 1, 0, activation_sparsity=0.25)
+    read = decoding_bytes(config, batch=1, cached=0)
+    saved = read - decoding_bytes(config, 1, 0, activation_sparsity=0.25)
     assert saved == config.num_layers * 32 * 256 * 4 / 4
-    assert cost.decoding_bytes(config, 2, 0, activation_sparsity=0.25) == cost.decoding_bytes(
-        config, 2, 0
-    )
+    assert decoding_bytes(config, 2, 0, activation_sparsity=0.25) == decoding_bytes(config, 2, 0)
 
 
 def test_zeros_save_the_bytes_of_long_rows_of_the_first_factor():
@@ -166,6 +164,6 @@ def test_zeros_save_the_bytes_of_long_rows_of_the_first_factor():
     config = wide.with_linears(LinearSpec("low_rank", density=0.5), ("attn_out",))
     config = config.with_linears(LinearSpec("block_sparse", "monarch", 0.5, 64), ("qkv",))
     assert config.inner_width("attn_out") == 256
-    read, less = (cost.decoding_bytes(config, 1, 0, activation_sparsity=s) for s in (0, 0.5))
+    read, less = (decoding_bytes(config, 1, 0, activation_sparsity=s) for s in (0, 0.5))
     dense = 2 * 1024 * 4096  # mlp_in and mlp_out.
     assert read - less == 4 * 0.5 * (1024 * 256 + dense)

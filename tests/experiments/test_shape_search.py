@@ -14,6 +14,7 @@ from experiments.studies.serving_cost import arms, candidates, shape_law, shapes
 from experiments.studies.serving_cost.candidates import Budget
 from experiments.studies.serving_cost.options import SHARED, NarrowOptions
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.planner.decoding import decoding_bytes
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
 ARMS = ("narrow", "wide_2", "wide_4", "pruned_2", "pruned_4", "experts_8")
@@ -121,7 +122,7 @@ def test_candidates_keep_to_the_budget_and_are_ranked_by_the_law(studies, budget
     for c in ranked:
         served = cost.flops_per_token(c.served, c.served.max_len, training=False).total
         assert served <= budget.served_flops * (1 + 1e-9)
-        read = cost.decoding_bytes(c.served, 1, c.served.max_len)
+        read = decoding_bytes(c.served, 1, c.served.max_len)
         assert read <= budget.served_bytes * (1 + 1e-9)
         assert c.course.flops <= 1.02 * budget.training_flops
         assert c.tokens <= budget.tokens * 1.02

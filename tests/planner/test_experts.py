@@ -11,6 +11,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.planner import memory
+from sparse_dataflow.planner.decoding import decoding_bytes
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
 DENSE = ModelConfig(2, 32, 2, 64, vocab_size=64, max_len=16)
@@ -59,6 +60,6 @@ def test_orthogonalization_counts_every_expert():
 
 def test_decoding_reads_the_chosen_experts():
     """Until the rows of a batch have all experts."""
-    first, second, many = (cost.decoding_bytes(MIXTURE, batch, 0) for batch in (1, 2, 9))
+    first, second, many = (decoding_bytes(MIXTURE, batch, 0) for batch in (1, 2, 9))
     mlp = 2 * (2 * 32 * 64 + 32 + 64) * 4
     assert second - first == pytest.approx(2 * mlp) and many == second

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner.decoding import decoding_bytes
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from . import arms, study, training
@@ -111,7 +111,7 @@ def search(studies: Studies, budget: Budget) -> list[Candidate]:
 
 def served_bytes(model: ModelConfig) -> float:
     """Returns the bytes that a token reads at batch 1, with the KV cache of a whole sequence."""
-    return cost.decoding_bytes(model, 1, model.max_len)
+    return decoding_bytes(model, 1, model.max_len)
 
 
 def _no_candidate(studies):

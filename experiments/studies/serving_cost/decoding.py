@@ -22,6 +22,7 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.planner.decoding import decoding_bytes
 
 from ...benchmarks import paired
 from . import arms
@@ -75,7 +76,7 @@ def measure(
                     "density": spec.density,
                     "block": spec.block if spec.density < 1 else None,
                     "flops_a_token": flops,
-                    "bytes_a_token": cost.decoding_bytes(model, batch, model.max_len) / batch,
+                    "bytes_a_token": decoding_bytes(model, batch, model.max_len) / batch,
                     "token_ms": 1e3 * float(np.median(seconds[name])) / TOKENS / batch,
                     **ratio,
                 }

@@ -13,6 +13,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.evaluation.significance import paired_difference
 from sparse_dataflow.files import console, output
+from sparse_dataflow.planner.decoding import decoding_bytes
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
 from .. import panels
@@ -167,8 +168,8 @@ def _served(narrow, names):
             "flops": sections.total,
             "projection_share": sections.projection_share,
             "stored_weights": stored_parameters(model),
-            "bytes_a_token_batch_1": cost.decoding_bytes(model, 1, model.max_len),
-            "bytes_a_token_batch_8": cost.decoding_bytes(model, 8, model.max_len) / 8,
+            "bytes_a_token_batch_1": decoding_bytes(model, 1, model.max_len),
+            "bytes_a_token_batch_8": decoding_bytes(model, 8, model.max_len) / 8,
         }
     return result
 

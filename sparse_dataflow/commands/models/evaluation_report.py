@@ -31,7 +31,7 @@ def data(result: Mapping[str, Any]) -> EvaluationData:
     )
 
 
-def text(result: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, object]) -> str:
     """Returns the table for a terminal, with its notes."""
     shown = data(result)
     first, *others = shown.models
@@ -77,7 +77,7 @@ def read(folder: Path) -> EvaluationData | None:
     return evaluation
 
 
-def keep(folder: Path, result: Mapping[str, Any]) -> Path:
+def keep(folder: Path, result: Mapping[str, object]) -> Path:
     """Writes evaluation.json atomically and returns its path.
 
     Raises:
@@ -87,7 +87,7 @@ def keep(folder: Path, result: Mapping[str, Any]) -> Path:
     return folder / RESULT
 
 
-def add_to_report(folder: Path, result: Mapping[str, Any]) -> Path | None:
+def add_to_report(folder: Path, result: Mapping[str, object]) -> Path | None:
     """Rewrites the run's report with this evaluation; returns None if the run has no report.
 
     Raises:

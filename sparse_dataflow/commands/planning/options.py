@@ -104,7 +104,7 @@ def named_model(
     density: float = 1.0,
     block: int = 128,
     dtype: str = "bfloat16",
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, object] | None = None,
 ) -> ModelConfig:
     """Returns a named size, block-sparse in every projection where the density is below 1.
 

@@ -118,8 +118,7 @@ class LinearSpec(Readable):
     @property
     def term(self) -> Any:
         """The class of its added term, which says its facts as a kind does; None without one."""
-        terms = (term for setting, term in ADDED_TERMS.items() if getattr(self, setting))
-        return next(terms, None)
+        return next((term for name, term in ADDED_TERMS.items() if getattr(self, name)), None)
 
     def term_numbers(self, sides: tuple[int, int], roles: Collection[str] = ("matrix",)) -> int:
         """Returns the numbers of a layer's added term, of arrays of some roles; 0 without one."""

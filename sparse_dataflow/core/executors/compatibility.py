@@ -158,7 +158,6 @@ SHARED = Option(
 )
 EXPERTS = setting("model.experts", 4)
 
-
 SUB_BATCHES = Option(
     "`parallel.sub_batches`",
     lambda run: (n := getattr(run.executor, "sub_batches", 1)) > 1 and f"parallel.sub_batches={n}",
@@ -175,14 +174,12 @@ EXCHANGED_TOKENS = Option(
     {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", **EXPERTS.example},
 )
 
-NO_FEATURE = "legal: a mesh without feature"
-
 TABLE = (
     Conflict(
         EXPERTS,
         (FEATURE,),
         "whose axis feature gives a router parts of its inputs, and a choice needs all",
-        NO_FEATURE,
+        "legal: a mesh without feature",
     ),
     Conflict(
         SHARED,

@@ -144,13 +144,13 @@ class Sharded(Executor):
 
         def local(weights, tokens):
             norms = block_gradient_norms(model, local_weights(weights), tokens, rank, axes)
-            return self._of_whole_blocks(norms)
+            return self._summed_strips(norms)
 
         out_specs = norm_specs(split_groups(stacks.layouts_by_name(weights.merged))[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
         return self._one_copy(measure(weights, tokens), model)
 
-    def _of_whole_blocks(self, norms):
+    def _summed_strips(self, norms):
         """Returns norms of blocks from those of the strips of each that "feature" cuts."""
         if self.mesh.shape["feature"] == 1:
             return norms

@@ -167,7 +167,7 @@ def apply_blocks(
     blocks = stacks.with_groups(weights.merged["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
-    xs, contexts = parts(rank, x_BxTxD, context.for_blocks())
+    xs, contexts = sub_batches(rank, x_BxTxD, context.for_blocks())
     groups = zip(layer_groups(config), split_groups(blocks), strict=True)
     for group, (layer_group, stacked) in enumerate(groups):
         layers = layer_group.layers
@@ -197,14 +197,14 @@ def apply_blocks(
     return jnp.concatenate(xs), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *metrics)
 
 
-def parts(
+def sub_batches(
     rank: Rank, x_BxTxD: jax.Array, context: BatchContext
 ) -> tuple[list[jax.Array], list[BatchContext]]:
     """Returns the rows and the context of each of the rank's `sub_batches`."""
     # An evaluation may have fewer rows than parts.
     count = math.gcd(rank.sub_batches, len(x_BxTxD))
     splits = {name: _split(array, count) for name, array in context.rows.items()}
-    rows = [{name: split[part] for name, split in splits.items()} for part in range(count)]
+    rows = [{name: split[i] for name, split in splits.items()} for i in range(count)]
     return _split(x_BxTxD, count), list(map(context.with_rows, rows))
 
 
@@ -212,14 +212,14 @@ def _split(rows, count):
     return [rows] if count == 1 else jnp.split(rows, count)
 
 
-def each_part(
+def run_sub_batches(
     block: Callable[[jax.Array, BatchContext], tuple[jax.Array, Metrics]],
     xs: list[jax.Array],
     contexts: list[BatchContext],
 ) -> tuple[list[jax.Array], Metrics]:
-    """Applies a block to each of `parts`; returns their rows, and the metrics of all."""
+    """Applies a block to each of `sub_batches`; returns their rows, and the metrics of all."""
     outputs = [block(x, context) for x, context in zip(xs, contexts, strict=True)]
-    metrics = functools.reduce(step_metrics.combined, (part for _, part in outputs))
+    metrics = functools.reduce(step_metrics.combined, (metrics for _, metrics in outputs))
     return [x for x, _ in outputs], metrics
 
 
@@ -267,7 +267,7 @@ def _layer(config, rank, group, contexts, kind):
     def run(xs, layer):
         weights = layer_weights(config, rank.section({"blocks": layer}, "blocks", group))
         block = functools.partial(gpt.measured_block, config, weights)
-        return each_part(lambda x, at: block(x, at, rank.shard, rank.attend), xs, contexts)
+        return run_sub_batches(lambda x, at: block(x, at, rank.shard, rank.attend), xs, contexts)
 
     if kind != "none":
         # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with

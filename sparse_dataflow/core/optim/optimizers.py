@@ -312,9 +312,8 @@ def learning_rate_multipliers(
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
-        share = density
-        if name in TERMS:
-            share = spec.term.read_share(name, spec, sides, has_muon)
+        form = spec.term if name in TERMS else spec.weight
+        share = form.read_share(name, spec, sides, has_muon)
         if model.supar and share is not None:
             rate *= SUPAR_WIDTH / (model.d_model * share)
             if has_muon:

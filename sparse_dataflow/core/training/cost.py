@@ -32,7 +32,6 @@ from sparse_dataflow.core.config.layer_groups import mean_multiplier
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.core.ops.hadamard import factors
-from sparse_dataflow.core.ops.nonzero_rows import skips_rows
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
@@ -201,48 +200,6 @@ def flop_ceiling(config: ModelConfig, sequence: int) -> float:
     """
     dense = dataclasses.replace(config, linears={})
     return flops_per_token(dense, sequence).total / flops_per_token(config, sequence).total
-
-
-def decoding_bytes(
-    config: ModelConfig,
-    batch: int,
-    cached: int,
-    activation_sparsity: float = 0.0,
-    rows: bool = False,
-) -> float:
-    """Returns the bytes that a decoding step reads: each weight once, and the KV caches.
-
-    Weights and caches have the compute dtype.  The output layer is read once; lookups count as 0.
-    Caches have the key/value heads.  Rows choose different experts, as far as there are some.
-
-    Args:
-      batch: rows.
-      cached: cached tokens of each row.
-      activation_sparsity: share of the projections' inputs that are zeros on a CPU; a dense weight
-        of one row is read without their rows.
-      rows: whether masks of rows are decoded with the stored rows alone, as on a CPU.
-    """
-    fractions = stored_fractions(config)
-    weights: float = config.vocab_size * config.d_model
-    for name in config.projections:
-        fan_in, fan_out = config.projection_shape(name)
-        spec, bias = config.linear(name), fan_out if name in config.biases else 0
-        stored = fan_in * fan_out * fractions[name] + spec.term_numbers((fan_in, fan_out))
-        row = spec.weight.input_row(spec, (fan_in, fan_out))
-        if rows and (width := spec.weight.row_width(spec)):
-            # A row has an index of two bytes.
-            index = 2 / DTYPE_BYTES[config.compute_dtype] / width
-            stored = fan_in * fan_out * spec.density * (1 + index)
-        elif row and skips_rows("cpu", batch, row):
-            stored -= activation_sparsity * fan_in * row
-        read = 1
-        if config.experts and name in MLP:
-            routed = batch * config.prototypes * config.top_k
-            read = min(config.experts, routed) + config.shared_expert
-        weights += config.num_layers * read * (stored + bias)
-    weights += config.num_layers * config.d_model * config.experts
-    caches = 2 * config.num_layers * batch * cached * config.kv_heads * config.head_width
-    return (weights + caches) * DTYPE_BYTES[config.compute_dtype]
 
 
 def mfu(

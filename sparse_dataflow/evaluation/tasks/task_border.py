@@ -148,7 +148,7 @@ class _Template:
     def __init__(self, text: str):
         self._text = text
 
-    def render(self, **values: Any) -> str:
+    def render(self, **values: object) -> str:
         """Returns its text, made in a process with limits."""
         return template_sandbox.render(self._text, values, chat=False)
 

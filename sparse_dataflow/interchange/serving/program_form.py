@@ -18,7 +18,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ def write(
     model: ModelConfig,
     weights: ModelWeights,
     context: int,
-    more: Mapping[str, Any],
+    more: Mapping[str, object],
     dtype: str = tensors.DTYPES[0],
 ) -> list[Path]:
     """Writes config.json, with `more` fields, the programs, the weights and `run_in_jax.py` into an

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -71,7 +70,7 @@ def _cell_means(mask, side):
 
 
 @svg.drawn
-def exchange_curves(history: Sequence[Mapping[str, Any]], key: str) -> Markup | None:
+def exchange_curves(history: Sequence[Mapping[str, object]], key: str) -> Markup | None:
     """Plots the share of blocks that each layout update exchanged, by projection.
 
     Args:

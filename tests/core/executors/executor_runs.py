@@ -326,6 +326,18 @@ def collectives(name, texts):
     return gathers(name, texts, tuples)
 
 
+def products(name, texts):
+    """Returns {text: products of a traced step}; nothing runs."""
+    model, counts = MODELS[name], {}
+    for text in texts:
+        runs, micro = executor(text, model)
+        training = TrainingConfig(STEPS, BATCH, SEQUENCE, micro)
+        arguments, _ = abstract_arguments(runs, model, training, changing=False)
+        step = jitted_train_step(model, training, runs, arguments[0])
+        counts[text] = str(step.trace(*arguments).jaxpr).count("dot_general")
+    return counts
+
+
 def scores(name, texts):
     """Returns {text: largest difference of `token_scores` on the mesh and on one device}."""
     model, places, results = MODELS[name], np.arange(0, SEQUENCE * 2, 2), {}
@@ -541,6 +553,6 @@ def evolve(name, texts):
 
 if __name__ == "__main__":
     task, name, *texts = sys.argv[1:]
-    tasks = (compare, gathers, collectives, move, evolve, norms, scores)
+    tasks = (compare, gathers, collectives, products, move, evolve, norms, scores)
     run = {function.__name__: function for function in tasks}[task]
     print(json.dumps(run(name, texts)))

@@ -84,7 +84,7 @@ DAILY = [
     ("sparse+teacher", "on:4,stage:2,context:2/2/2/1f1b/1"),
     ("experts", "on:4,stage:2,context:2/3/2/1f1b/1"),
     ("wide+adafactor", "on:4,stage:2,feature:2/2/2/1f1b/1"),
-    ("sparse_depth+measured", "halves,stage:2,feature:2,context:2/2/2/1f1b/1"),
+    ("sparse_depth", "halves,stage:2,feature:2,context:2/2/2/1f1b/1"),
     ("sparse_depth+adapters", "on:2,stage:2/0/2/zero_bubble/1"),
     ("dense+int8", "on:2,stage:2/0/2/1f1b/1"),
     ("low_rank", "on:4,feature:2,tensor:2/0/1"),

@@ -69,3 +69,9 @@ def test_muon_gathers_matrices_of_groups_and_no_single_blocks(model):
             assert matrices and "8x8" not in matrices
         else:
             assert matrices <= (GROUP_SHAPES if model == "sparse" else set()), more
+
+
+def test_sub_batches_of_a_stage_have_products_of_their_own():
+    one, two = (f"{halves}on:2,stage:2/0/2/1f1b/1" for halves in ("", "halves,"))
+    counts = executor_run("products", "dense", one, two)
+    assert counts[two] > 1.5 * counts[one]
