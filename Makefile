@@ -37,7 +37,7 @@ FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments
 OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_torch_reader.py interchange/test_generations.py interchange/test_published_tokenizers.py layers/test_frameworks.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all nightly optional faults mutants aot-tpu aot-gpu bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
+.PHONY: help env demo test test-all nightly optional faults mutants aot-tpu aot-gpu aot-rocm bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -83,6 +83,10 @@ aot-tpu: ## compile each TPU kernel and a step of each chip, v4 to v6e, without 
 aot-gpu: ## compile the GPU programs for a T4 to a B200, without one (fetches CUDA: 4 GB in .venv-gpu)
 	@sh launch/make_env.sh .venv-gpu dev,cuda
 	.venv-gpu/bin/python -m pytest $(addprefix tests/core/ops/,$(GPU_COMPILES)) tests/experiments/benchmarks/schedules/test_ptx.py tests/compile/test_overlaps.py tests/experiments/benchmarks/schedules/test_gpu_compiles.py $(TESTS)
+
+aot-rocm: ## compile a training step for an MI250X and an MI300X, without one (1 GB in .venv-rocm; needs cc)
+	@sh launch/make_env.sh .venv-rocm dev,rocm
+	.venv-rocm/bin/python -m pytest -m '' tests/compile/test_rocm.py $(TESTS)
 
 bench: $(READY) ## time the kernels and the training step, sparse beside dense
 	@$(BIN)/python -m experiments.kernel_bench $(ARGS)

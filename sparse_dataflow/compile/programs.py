@@ -152,7 +152,7 @@ def compile_step(
         arguments = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arguments
         )
-    platform = "cuda" if device.platform == "gpu" else device.platform
+    platform = topologies.lowering_platform(device)
     with tracing_for(executor, device):
         trace = step.trace(*arguments)
         lowered = trace.lower(lowering_platforms=(platform,))

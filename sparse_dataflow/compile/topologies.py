@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from sparse_dataflow.compile.gpu_targets import TARGETS
+from sparse_dataflow.compile.gpu_targets import AMD_TARGETS, TARGETS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 
@@ -177,10 +177,11 @@ def devices(topology: Topology) -> tuple[jax.Device, ...]:
 
 
 def gpu_devices(kind: str, nodes: int = 1, gpus: int = 1) -> tuple[jax.Device, ...]:
-    """Returns the devices of nodes with GPUs of a kind in `gpu_targets.TARGETS`."""
+    """Returns the devices of nodes with GPUs of a kind in `TARGETS` or `AMD_TARGETS`."""
+    target = {**TARGETS, **AMD_TARGETS}[kind]
     with _settings():
         description = topologies.get_topology_desc(
-            "", platform="cuda", target_config=TARGETS[kind].text(), topology=f"1x{nodes}x{gpus}"
+            "", platform=target.platform, target_config=target.text(), topology=f"1x{nodes}x{gpus}"
         )
     return tuple(description.devices)
 
@@ -205,10 +206,17 @@ def _settings() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def lowering_platform(device: jax.Device) -> str:
+    """Returns JAX's name of the platform that programs of a device are lowered for."""
+    if device.platform != "gpu":
+        return device.platform
+    is_amd = device.device_kind in {target.device_kind for target in AMD_TARGETS.values()}
+    return "rocm" if is_amd else "cuda"
+
+
 def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager:
     """Returns a context in which JAX traces programs and kernels for this kind of device."""
-    kind = "cuda" if device.platform == "gpu" else device.platform
     cores = getattr(device, "num_cores", None) or getattr(device, "core_count", None) or 1
-    abstract = AbstractDevice(device.device_kind, cores, kind)
+    abstract = AbstractDevice(device.device_kind, cores, lowering_platform(device))
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=abstract)
     return jax.sharding.use_abstract_mesh(mesh)
