@@ -12,6 +12,8 @@ is exact. A CPU with --batch=1 reads fewer rows of dense weights; block-sparse w
 Masks of rows (1 input x 16 outputs) are decoded by a CPU with the stored rows alone. --torch adds
 the dense model in torch, in a process of its own, by a Python that has torch.
 
+--narrow adds a narrower dense model of the sparse one's training FLOPs.
+
 --switch times the switches of `experiments.generate --runs` instead: weights move from host memory
 to the device, where the model of the same shape before was. --batch, --cached, --tokens and
 --activation_sparsity do not matter to it.
@@ -24,6 +26,7 @@ tokens too. A dense model's export has the same reader, which multiplies by whol
     python -m experiments.decode_bench --scale=350m --batch=4
     python -m experiments.decode_bench --set model.num_layers=4
     python -m experiments.decode_bench --scale=mini --activation_sparsity=0.4
+    python -m experiments.decode_bench --scale=nano --narrow
     python -m experiments.decode_bench --scale=mini --switch
     python -m experiments.decode_bench --scale=mini --pattern=masked --density=0.5 \\
         --block=1x16 --torch=PYTHON
@@ -51,6 +54,7 @@ class Options(ActivationOptions, BenchOptions):
     torch: str = setting(
         "", "Python with torch, whose dense GPT takes turns with both models.", path=True
     )
+    narrow: bool = setting(False, "Time a narrower dense model of the sparse one's FLOPs too.")
     switch: bool = setting(False, "Time moving a model from host memory to the device.")
     exports: bool = setting(False, "Time exported models, in jax and in PyTorch.")
 

@@ -20,6 +20,7 @@ from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner.decoding import decoding_bytes
+from sparse_dataflow.runs.variants import variant
 
 from . import benchmark, paired, torch_decoding
 from .benchmark import Program
@@ -39,7 +40,10 @@ def run(request: Request, options) -> None:
         peers[TORCH] = _torch(options.torch, models.by_name["dense"], batch, cached, options)
     models.announce(f"scale {models.scale}, {layers} layers, batch {batch}, {cached} tokens cached")
     cases: dict[str, tuple[ModelConfig, kv_cache.Weights, float]] = {}
-    for name, model in models.by_name.items():
+    by_name = dict(models.by_name)
+    if options.narrow:
+        by_name["narrow"] = variant(models.config, "narrow").with_steps(1).model
+    for name, model in by_name.items():
         weights = kv_cache.random_weights(model, seed)
         cases[name] = model, weights, 0.0
         if share:
@@ -78,6 +82,9 @@ def run(request: Request, options) -> None:
         }
     ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
     result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
+    if options.narrow:
+        result["sparse_over_narrow"] = paired.paired_ratio(seconds["sparse"], seconds["narrow"])
+        print(f"sparse / narrow: {paired.ratio_text(result['sparse_over_narrow'])}")
     facts = models.facts(
         inputs="random weights", layers=layers, cached=cached, byte_ceiling=ceiling
     )

@@ -220,10 +220,11 @@ def test_kernel_bench_refuses_shapes_before_it_times_any(refused, tmp_path, flag
 def test_decode_bench(job, tmp_path):
     folder = tmp_path / "kept"
     shape = ("--scale=pico", "--block=16", "--density=0.25", "--batch=2", "--cached=5")
-    flags = ("--activation_sparsity=0.5", "--rounds=1", f"--keep={folder}")
+    flags = ("--activation_sparsity=0.5", "--narrow", "--rounds=1", f"--keep={folder}")
     done = job.run(*shape, *flags, experiment="decode_bench")
     result = kept(done, folder)
     check_ratio(result)
+    check_ratio(result["sparse_over_narrow"])
     for name, ratio in result["over_dense"].items():
         check_ratio(ratio)
         rows = result["rows"]

@@ -48,10 +48,11 @@ def _backward(_, saved, dy):
     # The gradient of a softmax subtracts the mean of its output's gradient.
     dweights = _times(dy_rows, matrix_product.transposed(v))
     mean = (dweights * wide).sum(-1, keepdims=True)
-    ds = (wide * (dweights - mean) / math.sqrt(q.shape[-1])).astype(dy.dtype)
-    dq = _heads(_times(ds, k), dy)
+    ds = (wide * (dweights - mean)).astype(dy.dtype)
+    scale = 1 / math.sqrt(q.shape[-1])
+    dq = _heads(scale * _times(ds, k), dy)
     like = jax.ShapeDtypeStruct((*dy.shape[:1], k.shape[2], k.shape[1], k.shape[3]), dy.dtype)
-    dk = _heads(_times(matrix_product.transposed(ds), q), like)
+    dk = _heads(scale * _times(matrix_product.transposed(ds), q), like)
     dv = _heads(_times(matrix_product.transposed(weights), dy_rows), like)
     return dq, dk, dv, None
 

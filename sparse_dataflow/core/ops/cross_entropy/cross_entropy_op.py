@@ -203,7 +203,8 @@ def loss_and_gradients(
     total = zero, jnp.zeros(embedding.shape, dtype)
     arrays = x, targets, weights, *more
     (loss, dembedding), dx = over_chunks(step, total, arrays, len(embedding))
-    return loss, (dx, dembedding.astype(embedding.dtype))
+    # What follows from dx waits, so that its arrays use the memory of this product again.
+    return loss, derivatives.again(dx, dembedding.astype(embedding.dtype))
 
 
 def scaled(gradients: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, ...]:

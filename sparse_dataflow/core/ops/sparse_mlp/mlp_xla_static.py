@@ -96,7 +96,7 @@ def _backward(options, saved, dy):
     gradient_in = xla_static.weight_gradient(x, layout_in.block)
     for (rows, hidden, outs), before in zip(chain(*layouts), inputs):
         # One group after the other, so that only one has its products in float32.
-        before, _ = derivatives.again(before, [dx for _, dx in dxs[-1:]])
+        (before, dy), _ = derivatives.again((before, dy), [dx for _, dx in dxs[-1:]])
         weight_in, weight_out, *gate = _group_weights(layouts, values, (rows, hidden, outs))
         dy_group = xla_static.take(dy, outs, layout_in.block)
         activated, pull = jax.vjp(functools.partial(_hidden, activation), *map(_wide, before))
