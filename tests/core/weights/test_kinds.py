@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from kronecker import Kronecker
 from marks import some
+from small_models import whole_logits
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.core.executors import sharding, whole
+from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import without_tables
@@ -140,8 +141,8 @@ def test_the_dense_form_of_a_model_computes_the_same(key):
     state = initial_state(model, training)
     dense, params = dense_form(model, state.weights)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
-    expected = whole.logits(model, state.weights, tokens)
-    actual = whole.logits(dense, weights_of(params, {}), tokens)
+    expected = whole_logits(model, state.weights, tokens)
+    actual = whole_logits(dense, weights_of(params, {}), tokens)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
