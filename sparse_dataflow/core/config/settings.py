@@ -266,9 +266,13 @@ def setting(
     return dataclasses.field(default=default, metadata={"setting": extra})
 
 
-@functools.cache
 def settings(kind: Any) -> tuple[Setting, ...]:
     """Returns the settings of a config class, without those of its members."""
+    return _settings(kind)
+
+
+@functools.cache
+def _settings(kind: Any) -> tuple[Setting, ...]:
     fields = [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
     types = [f.type if f.default is not None else get_args(f.type)[0] for f in fields]
     return tuple(
