@@ -18,14 +18,16 @@ sys.path.insert(1, str(pathlib.Path(__file__).parent / "core" / "executors"))
 
 # A busy machine is slow, which is no failure of a test. The same code has the same result every
 # day; the nightly targets draw new inputs with --hypothesis-profile=new-draws. `make test` draws
-# fewer for costly properties (`marks.examples`).
+# a third where a test does not say how many, and for costly properties (`marks.examples`).
 hypothesis.settings.register_profile(
     "new-draws", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile(
     "same-draws", hypothesis.settings.get_profile("new-draws"), derandomize=True
 )
-hypothesis.settings.register_profile("fewer-draws", hypothesis.settings.get_profile("same-draws"))
+hypothesis.settings.register_profile(
+    "fewer-draws", hypothesis.settings.get_profile("same-draws"), max_examples=34
+)
 hypothesis.settings.load_profile("same-draws")
 
 # The interpreter of GPU kernels blocks threads of XLA's pool, which has one thread per core. With

@@ -102,6 +102,11 @@ def tokens_of(config, batch=4, length=11, seed=0):
     return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, length), np.int32)
 
 
+whole_logits = jax.jit(whole.logits, static_argnums=0)
+whole_loss_and_gradients = jax.jit(whole.loss_and_gradients, static_argnums=0)
+"""As one program: outside of `jit`, every operation of a model is compiled by itself."""
+
+
 def logits_of(config, params, tokens):
     weights = weights_of({}, tables_of(config))
     run = lambda p, t: whole.logits(config, dataclasses.replace(weights, params=p), t)  # noqa: E731

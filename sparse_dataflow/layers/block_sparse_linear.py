@@ -296,11 +296,16 @@ class BlockSparseLinear(nnx.Module):
             setattr(self, *named_entry(layouts[0], stack))
         else:
             stacked = stack_layouts(with_room(each, _ROOM) for each in layouts)
-            for name, table in zip(TABLES, stacked.arrays):
-                layers = (math.prod(stack), *table.shape[1:])
-                value = jnp.broadcast_to(table, layers).reshape(*stack, *table.shape[1:])
-                setattr(self, name, LayoutTable(value))
-            setattr(self, MARK, nnx.Param(jnp.asarray(table_mark(self.stored_layout))))
+            # In numpy, which compiles nothing.
+            arrays = [
+                np.broadcast_to(table, (math.prod(stack), *table.shape[1:])).reshape(
+                    *stack, *table.shape[1:]
+                )
+                for table in stacked.arrays
+            ]
+            for name, array in zip(TABLES, arrays):
+                setattr(self, name, LayoutTable(jnp.asarray(array)))
+            setattr(self, MARK, nnx.Param(jnp.asarray(table_mark(LayoutTables(*arrays)))))
 
     def _check_layout(self):
         """Raises UserError if the state is of another layout."""

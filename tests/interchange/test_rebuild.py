@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from marks import some
 from models import DENSE, LOW_RANK, SPARSE, random_model
+from small_models import whole_logits
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters, stacks
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import weights_of
@@ -38,9 +38,9 @@ def start_of(config):
 
 
 def error(start, model, state):
-    exact = whole.logits(start.model, start.weights, OTHERS)
+    exact = whole_logits(start.model, start.weights, OTHERS)
     tables = jax.tree.map(np.asarray, state.rest)
-    return np.linalg.norm(whole.logits(model, weights_of(state.params, tables), OTHERS) - exact)
+    return np.linalg.norm(whole_logits(model, weights_of(state.params, tables), OTHERS) - exact)
 
 
 @pytest.mark.parametrize("prune_to", some(["blocks", "pattern"], "blocks"))
@@ -104,9 +104,9 @@ def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
         masks = host_masks(state.rest)
         merged = adapters.merged(state.params, state.rest)
-        exact = whole.logits(before, start.weights, OTHERS)
+        exact = whole_logits(before, start.weights, OTHERS)
         errors[prune_by] = np.linalg.norm(
-            whole.logits(after, weights_of(merged, {}), OTHERS) - exact
+            whole_logits(after, weights_of(merged, {}), OTHERS) - exact
         )
         for name in names:
             kernel = np.asarray(state.params["blocks"][name]["kernel"])
@@ -154,22 +154,22 @@ def narrowed(config, start, density):
 )
 def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
     start = start_of(config)
-    exact = whole.logits(config, start.weights, OTHERS)
+    exact = whole_logits(config, start.weights, OTHERS)
     model, params = narrowed(config, start, 0.5)
     assert model.d_ff == config.d_ff // 2
     assert model.num_heads == config.num_heads // 2
-    logits = whole.logits(model, weights_of(params, {}), OTHERS)
+    logits = whole_logits(model, weights_of(params, {}), OTHERS)
     zeros = jax.tree.map(np.zeros_like, start.params["blocks"])
-    nothing = whole.logits(config, weights_of({**start.params, "blocks": zeros}, {}), OTHERS)
+    nothing = whole_logits(config, weights_of({**start.params, "blocks": zeros}, {}), OTHERS)
     assert np.linalg.norm(logits - exact) < np.linalg.norm(nothing - exact)
 
 
 def test_all_heads_and_features_give_the_same_function():
     start = start_of(LLAMA)
     model, params = narrowed(LLAMA, start, 1.0)
-    exact = whole.logits(LLAMA, start.weights, OTHERS)
+    exact = whole_logits(LLAMA, start.weights, OTHERS)
     np.testing.assert_allclose(
-        whole.logits(model, weights_of(params, {}), OTHERS), exact, atol=1e-3
+        whole_logits(model, weights_of(params, {}), OTHERS), exact, atol=1e-3
     )
 
 

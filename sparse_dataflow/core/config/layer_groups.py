@@ -109,9 +109,7 @@ def mean_multiplier(model: ModelConfig) -> float:
 
 def with_densest_layers(model: ModelConfig) -> ModelConfig:
     """Returns the model with every layer at the density of its densest layer."""
-    if not model.density_by_depth:
-        return model
-    return _uniform(model, max(model.density_by_depth))
+    return _uniform(model, max(model.density_by_depth)) if model.density_by_depth else model
 
 
 def _uniform(model, multiplier):

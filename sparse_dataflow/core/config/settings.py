@@ -271,23 +271,17 @@ def setting(
     return dataclasses.field(default=default, metadata={"setting": extra})
 
 
-def settings(config: Any) -> tuple[Setting, ...]:
-    """Returns the settings of a config class or instance, without those of its members."""
-    return _settings(config if isinstance(config, type) else type(config))
+def settings(kind: Any) -> tuple[Setting, ...]:
+    """Returns the settings of a config class, without those of its members."""
+    return _settings(kind)
 
 
 @functools.cache
-def _settings(kind):
-    # A search of plans makes thousands of configs, each of which is checked.
+def _settings(kind: Any) -> tuple[Setting, ...]:
+    fields = [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
+    types = [f.type if f.default is not None else get_args(f.type)[0] for f in fields]
     return tuple(
-        Setting(
-            field.name,
-            field.type if field.default is not None else get_args(field.type)[0],
-            field.default,
-            **field.metadata["setting"],
-        )
-        for field in dataclasses.fields(kind)
-        if "setting" in field.metadata
+        Setting(f.name, t, f.default, **f.metadata["setting"]) for f, t in zip(fields, types)
     )
 
 
@@ -306,7 +300,7 @@ def validate(config: Any, member: str = "") -> None:
     Raises:
       UserError: naming the setting and its legal values.
     """
-    for s in settings(config):
+    for s in settings(type(config)):
         original = getattr(config, s.name)
         value = arguments.plain_number(original)
         if reason := s.refusal(value):

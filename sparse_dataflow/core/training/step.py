@@ -76,8 +76,7 @@ def _draw(model, training, executor):
         return TrainState(step, params, moments, key, rest)
 
     shardings = executor.shardings(jax.eval_shape(draw), model)
-    # Array by array, models in one process share the programs of equal shapes. One program of all
-    # arrays has the same bits, and is compiled for each model.
+    # Array by array, models share the programs of equal shapes; the bits are the same.
     return draw if shardings is None else jax.jit(draw, out_shardings=shardings)
 
 

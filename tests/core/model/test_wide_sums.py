@@ -43,7 +43,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    "name", some([*MODELS], "gpt3", "llama", "gemma3", "each kind", "experts", "scanned")
+    "name", some([*MODELS], "gpt3", "gemma3", "each kind", "experts", "scanned")
 )
 def test_no_gradient_sums_tokens_in_bfloat16(name):
     config = dataclasses.replace(DENSE, compute_dtype="bfloat16", **MODELS[name])

@@ -67,7 +67,13 @@ RUNTIME_TABLES = [each for each in SUITE if each.layouts is not GROUPS and not e
 every_case = pytest.mark.parametrize(
     ("implementation", "gated"),
     [
-        pytest.param(each, gated, id=f"{each.name}-{'gated' if gated else 'plain'}")
+        pytest.param(
+            each,
+            gated,
+            id=f"{each.name}-{'gated' if gated else 'plain'}",
+            # An implementation of both is the same code with one product more.
+            marks=pytest.mark.slow if each.gated and not gated else (),
+        )
         for each in SUITE
         for gated in (False, True)[: 1 + each.gated]
     ],

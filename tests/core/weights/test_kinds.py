@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from kronecker import Kronecker
 from marks import some
+from small_models import whole_logits
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
@@ -144,8 +145,8 @@ def test_the_dense_form_of_a_model_computes_the_same(key):
     state = initial_state(model, training)
     dense, params = dense_form(model, state.weights)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
-    expected = whole.logits(model, state.weights, tokens)
-    actual = whole.logits(dense, weights_of(params, {}), tokens)
+    expected = whole_logits(model, state.weights, tokens)
+    actual = whole_logits(dense, weights_of(params, {}), tokens)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 

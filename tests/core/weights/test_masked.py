@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples, some
+from small_models import whole_logits, whole_loss_and_gradients
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.model import ModelConfig
@@ -92,9 +93,9 @@ def test_an_exchange_is_that_of_the_best_pairs(spec, seed, count, gain):
     """A loop in numpy: each output and span offers its smallest against its best absent block."""
     rng = np.random.default_rng(seed)
     blocks = spec.weight.grid(spec, (32, 16))
-    mask = Masked.best(jnp.asarray(rng.random(blocks)), spec)
+    mask = jax.jit(Masked.best, static_argnums=1)(jnp.asarray(rng.random(blocks)), spec)
     norms, growth = rng.random(blocks).astype("f4"), rng.random(blocks).astype("f4")
-    exchange = functools.partial(Masked.exchanged, spec=spec, gain=gain)
+    exchange = jax.jit(functools.partial(Masked.exchanged, spec=spec, gain=gain))
     after = np.asarray(exchange(mask, jnp.asarray(norms), jnp.asarray(growth), count=count))
     assert np.all(counts(after, spec) == counts(mask, spec))
     stored = np.array(np.asarray(mask)[:: spec.block, :: spec.block_sides[1]])
@@ -148,8 +149,8 @@ def test_a_masked_model_is_the_dense_model_with_zeros():
         metrics, _ = whole.loss_and_gradients(MODEL, weights, whole.Batch(TOKENS))
         return metrics["loss"].total
 
-    metrics, gradients = whole.loss_and_gradients(model, state.weights, whole.Batch(TOKENS))
-    expected, slopes = jax.value_and_grad(dense_loss)(state.params)
+    metrics, gradients = whole_loss_and_gradients(model, state.weights, whole.Batch(TOKENS))
+    expected, slopes = jax.jit(jax.value_and_grad(dense_loss))(state.params)
     np.testing.assert_allclose(metrics["loss"].number(), expected, rtol=1e-6)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradients, slopes
@@ -161,7 +162,7 @@ def test_rigl_reads_the_gradient_of_the_dense_weight():
     state = initial_state(model, TRAINING)
     params = merged(state.params, state.rest)
     dense, kernels = dense_form(model, weights_of(params, {}))
-    _, slopes = whole.loss_and_gradients(dense, weights_of(kernels, {}), whole.Batch(TOKENS))
+    _, slopes = whole_loss_and_gradients(dense, weights_of(kernels, {}), whole.Batch(TOKENS))
     norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, TOKENS)
     for name in model.projections:
         expected = np.abs(slopes["blocks"][name]["kernel"])
@@ -233,13 +234,13 @@ def test_a_model_turns_sparse_and_dense(method, name):
     specs = phase_specs(MODEL.with_linears(spec), EvolutionConfig(method))
     state = initial_state(specs[0].model, TRAINING)
     for old, new in itertools.pairwise(s.model for s in specs):
-        expected = whole.logits(old, state.weights, TOKENS[:, :-1])
+        expected = whole_logits(old, state.weights, TOKENS[:, :-1])
         before = jax.device_get(state.params)
         state = change_model(state, old, new)
         _, report = jax.jit(make_train_step(new, TRAINING))(state, TOKENS, 1e-3)
         assert np.isfinite(report.loss)
         if method == "sparse_to_dense":
-            actual = whole.logits(new, state.weights, TOKENS[:, :-1])
+            actual = whole_logits(new, state.weights, TOKENS[:, :-1])
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
             assert state.rest == ()
             continue
@@ -302,7 +303,7 @@ def test_a_mask_of_transformed_inputs_computes_the_dense_function(width, names):
     masked = MODEL.with_linears(spec, names)
     state = initial_state(MODEL, TRAINING, SINGLE_DEVICE)
     logits = lambda model, state: np.asarray(  # noqa: E731
-        whole.logits(model, weights_of(merged(state.params, state.rest), {}), TOKENS)
+        whole_logits(model, weights_of(merged(state.params, state.rest), {}), TOKENS)
     )
     exact = logits(MODEL, state)
     state = change_model(state, MODEL, masked)
