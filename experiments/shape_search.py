@@ -8,12 +8,16 @@ have measured.  The law knows the text and the sizes of its runs alone: other bu
 
     python -m experiments.shape_search --served_flops=32640 --training_flops=2.2e11
     python -m experiments.shape_search --served_ms=2e-5 --hardware=h100 --tokens=2e6
+    python -m experiments.shape_search --served_ms=2e-5 --hardware=h100 --tokens=2e6 --pareto=4
+        also draws the best loss of each smaller budget
     python -m experiments.shape_search --studies=runs/serving_cost --served_flops=1e5 --tokens=4e6
         by runs of your own text and sizes
     python -m experiments.shape_search --served_flops=32640 --training_flops=2.2e11 --train=3
         also trains the three best, and two others, and compares
 
-Prints the candidates with what the law predicts and its error.  With --train leaves OUT/runs.jsonl
+Prints the candidates with what the law predicts and its error, and how a proxy ranks them that
+needs no training: the stored parameters of the decoder (LiteTransformerSearch, arXiv 2203.02094).
+With --pareto leaves OUT/pareto.md and OUT/pareto.png.  With --train leaves OUT/runs.jsonl
 (a line for each run), OUT/settings.json, OUT/shape_search.json and OUT/shape_search.md; the same
 command goes on where it was stopped.
 """
@@ -56,12 +60,20 @@ class Options:
         "Folders of experiments.serving_cost, comma separated.",
         path=True,
     )
+    pareto: int = setting(
+        0,
+        "Served budgets of a table and picture over milliseconds or FLOPs: that of the line, and "
+        "smaller ones by the root of 2; 0 is none.",
+        legal=AT_LEAST_ZERO,
+    )
     train: int = setting(
         0, "Number of the best that are trained, with two others.", legal=AT_LEAST_ZERO
     )
     trials: int = setting(2, "Trials of the rate of each.", legal=AT_LEAST_ONE)
     seeds: int = setting(1, "Measured seeds of each.", legal=AT_LEAST_ONE)
-    out: str = setting("runs/shape_search", "Folder of --train, to make or to go on in.", path=True)
+    out: str = setting(
+        "runs/shape_search", "Folder of --train and --pareto, to make or to go on in.", path=True
+    )
 
 
 def main(options):

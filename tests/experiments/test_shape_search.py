@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -240,7 +241,45 @@ def test_pairs_of_predicted_and_measured_losses_are_counted():
     ]  # fmt: skip
     text = shapes.compared(rows)
     assert "2 of 3 pairs are ranked as measured" in text
-    assert "first choice is 10.0% behind" in text
+    assert "first choice is 10.0% behind" in text and "stored" not in text
+    stored = [{**row, "stored": number} for row, number in zip(rows, (7, 5, 6))]
+    assert "2 of 3 pairs are ranked as measured, and 1 by stored parameters alone" in (
+        shapes.compared(stored)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A candidate as the proxy reads it."""
+
+    name: str
+    loss: float
+    served: int
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        ((90, 80, 70, 60), "a is first: rank 1 by the law, 0.0% behind .* by 1.00 "),
+        ((60, 70, 80, 90), "d is first: rank 4 by the law, 15.0% behind .* by -1.00 "),
+        ((80, 90, 60, 70), "b is first: rank 2 by the law, 5.0% behind .* by 0.60 "),
+    ],
+)
+def test_a_proxy_without_training_is_compared_with_the_law(monkeypatch, stored, words):
+    monkeypatch.setattr(shapes, "by_proxy", lambda candidate: candidate.served)
+    losses = (2.0, 2.1, 2.2, 2.3)
+    ranked = [Stored(n, loss, s) for n, loss, s in zip("abcd", losses, stored, strict=True)]
+    assert re.search(words, shapes._proxy_text(ranked))
+
+
+@pytest.mark.slow
+def test_smaller_budgets_are_a_table_and_a_picture(folders, tmp_path, capsys):
+    flags = ("--served_flops=30000", "--training_flops=2e11", "--pareto=2")
+    assert search(folders, *flags, f"--out={tmp_path / 'out'}") == 0
+    table = (tmp_path / "out" / "pareto.md").read_text()
+    assert table.count("most stored parameters") == 2 and "| dense |" in table
+    assert (tmp_path / "out" / "pareto.png").stat().st_size > 1000
+    assert "By stored parameters alone" in capsys.readouterr().out
 
 
 @pytest.mark.slow

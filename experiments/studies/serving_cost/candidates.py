@@ -47,6 +47,11 @@ class Budget:
     training_flops: float
     tokens: float
 
+    def served_by(self, share: float) -> "Budget":
+        """Returns the budget with a share of its served costs."""
+        flops, read = share * self.served_flops, share * self.served_bytes
+        return dataclasses.replace(self, served_flops=flops, served_bytes=read)
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:

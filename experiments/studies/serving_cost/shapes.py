@@ -16,6 +16,7 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import cpu_name, detect
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
+from ..panels import Curve, Panel, save_panels
 from . import arms, candidates, runs, shape_law, study, text, training
 from .candidates import Budget, Candidate
 from .runs import Cell
@@ -25,6 +26,9 @@ NAME = "shape_search"
 
 SHOWN = 10
 """Candidates of the table, and the best one of each kind after them."""
+
+MOST_STORED = "most stored parameters"
+"""The choice of the proxy without training."""
 
 LAST_SETTINGS = ("served_flops", "served_ms", "hardware", "training_flops", "tokens", "optimizer")
 """Options that all runs of a folder share, with the settings of the studies."""
@@ -38,12 +42,14 @@ def run(options) -> int:
     """
     chip = _chip(options)
     budget = _budget(options, chip)
-    if options.train:
+    if options.train or options.pareto:
         folders.refuse_foreign(Path(options.out), NAME)
     sources = [Path(name.strip()) for name in options.studies.split(",") if name.strip()]
     studies = shape_law.read(sources, options.optimizer)
     ranked = candidates.search(studies, budget)
     print(page(studies, ranked, chip), flush=True)
+    if options.pareto:
+        _pareto(options, studies, budget, chip)
     if options.train:
         _train(options, studies, ranked)
     return 0
@@ -91,6 +97,7 @@ def page(studies: Studies, ranked: Sequence[Candidate], chip: Chip | None) -> st
         "",
         f"{equal} of {len(ranked)} depths and widths are within the errors of the best one.",
     ]  # fmt: skip
+    parts.append(_proxy_text(ranked))
     if any(c.extrapolated for c in chosen):
         parts.append("~: mean weights or tokens are outside of the dense runs.")
     if best.arm.pruned:
@@ -144,6 +151,73 @@ def _row(rank, candidate, chip):
         f"{candidate.loss:.3f}{'~' * candidate.extrapolated}",
         f"{candidate.error:.1%}",
     )
+
+
+def by_proxy(candidate: Candidate) -> int:
+    """Returns what the proxy without training ranks by: stored parameters, more is better."""
+    return stored_parameters(candidate.served)
+
+
+def _proxy_text(ranked):
+    """Returns how the proxy ranks candidates, beside the law."""
+    from scipy import stats  # Slow to import.
+
+    first = max(ranked, key=by_proxy)
+    behind = first.loss / ranked[0].loss - 1
+    text = (
+        f"By stored parameters alone, a proxy without training, {first.name} is first: rank "
+        f"{1 + ranked.index(first)} by the law, {behind:.1%} behind its first."
+    )
+    if len(ranked) > 2:
+        order = stats.spearmanr([-by_proxy(c) for c in ranked], [c.loss for c in ranked])
+        text += f" The two orders correlate by {order.statistic:.2f} (Spearman)."
+    return text
+
+
+def _pareto(options, studies, budget, chip):
+    """Writes the table and the picture of the best candidates of smaller served budgets."""
+    names = "dense", "pruned", MOST_STORED
+    kinds: dict[str, list[tuple[float, Candidate]]] = {name: [] for name in names}
+    rows: list[tuple] = []
+    for number in range(options.pareto):
+        smaller = budget.served_by(2 ** (-number / 2))
+        try:
+            ranked = candidates.search(studies, smaller)
+        except UserError as error:
+            if not number:
+                raise
+            print(f"No candidate below: {error}", flush=True)
+            break
+        chosen = {
+            "dense": next((c for c in ranked if not c.arm.pruned), None),
+            "pruned": next((c for c in ranked if c.arm.pruned), None),
+            MOST_STORED: max(ranked, key=by_proxy),
+        }
+        for kind, candidate in chosen.items():
+            if candidate is None:
+                continue
+            cost = 1e3 * _seconds(candidate, chip) if chip else candidate.served_flops
+            kinds[kind].append((cost, candidate))
+            loss = f"{candidate.loss:.3f} ({candidate.error:.1%})"
+            rows.append((f"{cost:.3g}", kind, candidate.name, by_proxy(candidate), loss))
+    unit = f"ms of a token on {chip.name}" if chip else "forward FLOPs of a token"
+    table = output.markdown((unit, "best", "shape", "stored weights", "bits a symbol"), rows)
+    folder = Path(options.out)
+    folders.claim(folder, NAME)
+    (folder / "pareto.md").write_text(table + "\n")
+    curves = {
+        kind: Curve(
+            [cost for cost, _ in points],
+            [c.loss for _, c in points],
+            [c.loss * (1 - c.error) for _, c in points],
+            [c.loss * (1 + c.error) for _, c in points],
+        )
+        for kind, points in kinds.items()
+        if points
+    }
+    panel = Panel("Best shapes of a budget", unit, "predicted bits a symbol", curves)
+    save_panels(folder / "pareto.png", [panel])
+    print(table, flush=True)
 
 
 def _seconds(candidate, chip):
@@ -214,6 +288,7 @@ def _comparison(rank, candidate, measured):
     return {
         "rank": rank,
         "name": candidate.name,
+        "stored": by_proxy(candidate),
         "predicted": candidate.loss,
         "error": candidate.error,
         "losses": losses,
@@ -247,6 +322,14 @@ def compared(rows: Sequence[Mapping[str, Any]]) -> str:
         ],
     )  # fmt: skip
     return (
-        f"{table}\n\n{agree} of {len(pairs)} pairs are ranked as measured. The first choice is "
-        f"{behind:.1%} behind the best of these.\n"
+        f"{table}\n\n{agree} of {len(pairs)} pairs are ranked as measured{_by_proxy(pairs)}. The "
+        f"first choice is {behind:.1%} behind the best of these.\n"
     )
+
+
+def _by_proxy(pairs):
+    """Returns in words how many pairs the proxy ranks as measured; "" for rows without it."""
+    if not all("stored" in row for pair in pairs for row in pair):
+        return ""
+    agree = sum((a["stored"] > b["stored"]) == (a["measured"] < b["measured"]) for a, b in pairs)
+    return f", and {agree} by stored parameters alone"

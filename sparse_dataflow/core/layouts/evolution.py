@@ -157,6 +157,7 @@ class Method:
     Attributes:
       update: chooses the next layout; None if layouts are fixed.
       reads_gradients: whether `update` receives the block norms of the dense gradient.
+      reads_activations: whether a phase is chosen by activations on training batches.
       phase_specs: (model from the flags, config) -> specs of the phases in order; None for one
         phase.
       at: default of `EvolutionConfig.at`.
@@ -168,6 +169,7 @@ class Method:
 
     update: Update | None = None
     reads_gradients: bool = False
+    reads_activations: bool = False
     phase_specs: Callable[[ModelConfig, EvolutionConfig], tuple[PhaseSpec, ...]] | None = None
     at: float = 0.75
     changes_blocks: bool = True
@@ -518,5 +520,8 @@ register("rigl", Method(update=rigl_blocks, reads_gradients=True, mask_gain=1.0)
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
 register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99, adds_term=True))
-register("omit_features", Method(phase_specs=_omit_features, changes_blocks=False))
+register(
+    "omit_features",
+    Method(phase_specs=_omit_features, changes_blocks=False, reads_activations=True),
+)
 register("shared_to_own", Method(phase_specs=_shared_to_own, at=0.3, changes_blocks=False))

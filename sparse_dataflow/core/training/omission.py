@@ -134,10 +134,11 @@ def leave_out(state: TrainState, model: ModelConfig, positions: np.ndarray) -> T
     spans = [slice(group.layers.start, group.layers.stop) for group in layer_groups(model)]
     others = [_others(model, positions[span]) for span in spans]
 
-    def kept(tree):
+    def narrowed(tree):
         groups = zip(split_groups(tree["blocks"]), others, strict=True)
         blocks = [
-            _map_features(group, lambda _, x, axis, i=i: _taken(x, i, axis)) for group, i in groups
+            _map_features(group, lambda _, x, axis, i=i: _features_at(x, i, axis))
+            for group, i in groups
         ]
         return {**tree, "blocks": join_groups(blocks)}
 
@@ -147,8 +148,8 @@ def leave_out(state: TrainState, model: ModelConfig, positions: np.ndarray) -> T
     ]
     beside = {"blocks": join_groups([{LEFT_OUT: section} for section in sections])}
     return state._replace(
-        params=kept(state.params),
-        moments=map_moments(kept, state.moments),
+        params=narrowed(state.params),
+        moments=map_moments(narrowed, state.moments),
         rest=adapters.merged(state.rest, beside),
     )
 
@@ -187,7 +188,7 @@ def _section(group, positions):
     section: dict[str, Any] = {}
 
     def put(names, array, axis):
-        section.setdefault(names[0], {})[names[1]] = _taken(array, positions, axis)
+        section.setdefault(names[0], {})[names[1]] = _features_at(array, positions, axis)
 
     _map_features(in_mlp, put)
     on_host = isinstance(jax.tree.leaves(group)[0], np.ndarray)
@@ -216,7 +217,7 @@ def _joined(tree, model, sections, has_values):
                 shape = list(array.shape)
                 shape[axis] = model.left_out
                 other = xp.zeros(shape, array.dtype)
-            return _taken(xp.concatenate([array, other], axis), places, axis)
+            return _features_at(xp.concatenate([array, other], axis), places, axis)
 
         blocks.append(_map_features(group, whole))
     return {**tree, "blocks": join_groups(blocks)}
@@ -240,7 +241,7 @@ def _map_features(group, function):
     }
 
 
-def _taken(array, indices, axis):
+def _features_at(array, indices, axis):
     """Returns the features of each layer at `indices`, int32 [layers, features]."""
     if isinstance(array, np.ndarray):
         pairs = zip(array, indices, strict=True)

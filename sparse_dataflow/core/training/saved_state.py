@@ -48,14 +48,15 @@ def micro_batches_matter(experts: int, precision: str, method: str) -> bool:
     """Returns whether the number of micro-batches changes results by more than rounding.
 
     Experts balance their load, 8-bit numbers have their scales and methods of evolution measure
-    gradients by micro-batches.
+    gradients and activations by micro-batches.
 
     Args:
       experts: see `ModelConfig`.
       precision: see `ModelConfig`.
       method: see `EvolutionConfig`.
     """
-    measures = [name for name, each in METHODS.items() if each.reads_gradients]
+    methods = METHODS.items()
+    measures = [name for name, each in methods if each.reads_gradients or each.reads_activations]
     return bool(experts) or precision != PRECISIONS[0] or method in measures
 
 

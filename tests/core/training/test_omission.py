@@ -28,6 +28,7 @@ from sparse_dataflow.core.training.phases import (
     refuse_unfit,
     run_flops,
 )
+from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.core.training.step import abstract_state, initial_state
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.monitoring.metrics import read_metrics
@@ -235,3 +236,13 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, started):
     cut = evolving.train(started(tmp_path / "cut"), until=20)
     bits = lambda t: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(t.state.params)]  # noqa: E731
     assert cut.finished and bits(cut) == bits(run)
+
+
+def test_the_number_of_micro_batches_is_part_of_the_identity():
+    """Activations are measured by micro-batches."""
+    of = lambda evolution, n: identity(  # noqa: E731
+        MODEL, dataclasses.replace(TRAINING, micro_batches=n), evolution, "hash"
+    )
+    assert of(EVOLUTION, 1) != of(EVOLUTION, 2)
+    static = EvolutionConfig()
+    assert of(static, 1) == of(static, 2)
