@@ -258,9 +258,10 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict:
     losses = {}
     for name in names:
         seeds = np.asarray(by_name[name]) - np.asarray(by_name[BASELINE])
-        apart = Difference(float(seeds.mean()), seeds, 0.0, loss["documents"])
-        losses[name] = {"loss": float(np.mean(by_name[name])), **_told(apart)}
-    rows, able = [], {}
+        over_seeds = Difference(float(seeds.mean()), seeds, 0.0, loss["documents"])
+        losses[name] = {"loss": float(np.mean(by_name[name])), **_told(over_seeds)}
+    rows: list[dict[str, Any]] = []
+    able: dict[int, list[dict[str, Difference]]] = {}
     for number, row in enumerate(asked, start=1):
         each = [result["rows"][number]["models"] for result in results]
         if any(told["values"] is None for models in each for told in models.values()):
@@ -324,18 +325,22 @@ def _notes(table, averages) -> list[str]:
     same = [p for p in points if p not in apart]
     notes = []
     if apart:
-        nats, told, name, at = min(apart, key=lambda point: abs(point[0]))
+        nats, told, name, at = min(apart, key=_size)
         notes.append(
             f"Scores differ from a loss difference of {nats:+.3f} nats a token: {name}, "
             f"{at['shots']}-shot, {_points(told)} on average over {at['tasks']} tasks."
         )
     if same:
-        nats, told, name, at = max(same, key=lambda point: abs(point[0]))
+        nats, told, name, at = max(same, key=_size)
         notes.append(
             f"The largest loss difference without a difference in scores is {nats:+.3f} nats a "
             f"token: {name}, {at['shots']}-shot, {_points(told)}."
         )
     return notes
+
+
+def _size(point) -> float:
+    return abs(point[0])
 
 
 def _points(told) -> str:
