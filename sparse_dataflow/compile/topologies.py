@@ -178,7 +178,7 @@ def devices(topology: Topology) -> tuple[jax.Device, ...]:
 
 def gpu_devices(kind: str, nodes: int = 1, gpus: int = 1) -> tuple[jax.Device, ...]:
     """Returns the devices of nodes with GPUs of a kind in `TARGETS` or `AMD_TARGETS`."""
-    target = {**TARGETS, **AMD_TARGETS}[kind]
+    target = AMD_TARGETS[kind] if kind in AMD_TARGETS else TARGETS[kind]
     with _settings():
         description = topologies.get_topology_desc(
             "", platform=target.platform, target_config=target.text(), topology=f"1x{nodes}x{gpus}"
