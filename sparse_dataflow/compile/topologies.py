@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from sparse_dataflow.compile.gpu_targets import AMD_TARGETS, TARGETS
+from sparse_dataflow.compile.gpu_targets import AMD_TARGETS, TARGETS, AmdTarget, GpuTarget
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip
 
@@ -178,7 +178,7 @@ def devices(topology: Topology) -> tuple[jax.Device, ...]:
 
 def gpu_devices(kind: str, nodes: int = 1, gpus: int = 1) -> tuple[jax.Device, ...]:
     """Returns the devices of nodes with GPUs of a kind in `TARGETS` or `AMD_TARGETS`."""
-    target = AMD_TARGETS[kind] if kind in AMD_TARGETS else TARGETS[kind]
+    target: GpuTarget | AmdTarget = AMD_TARGETS.get(kind) or TARGETS[kind]
     with _settings():
         description = topologies.get_topology_desc(
             "", platform=target.platform, target_config=target.text(), topology=f"1x{nodes}x{gpus}"

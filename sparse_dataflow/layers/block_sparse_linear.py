@@ -297,7 +297,7 @@ class BlockSparseLinear(nnx.Module):
         else:
             stacked = stack_layouts(with_room(each, _ROOM) for each in layouts)
             # In numpy, which compiles nothing.
-            arrays = [
+            arrays: list[Any] = [
                 np.broadcast_to(table, (math.prod(stack), *table.shape[1:])).reshape(
                     *stack, *table.shape[1:]
                 )
