@@ -23,11 +23,11 @@ ROOMS = [
 ]  # fmt: skip
 """Lowest first.  Below the core are two rooms; what is above it the core never imports."""
 
-LARGEST_CORE = 20_950
+LARGEST_CORE = 21_000
 """Lines of the core: what must be read to know what a training step does."""
 
 
-MOST_OF_A_STEP = 54
+MOST_OF_A_STEP = 55
 """Files that `core.training.step` loads.  What one setting alone needs, such as experts, Muon or a
 mesh, is loaded by the function that reads the setting."""
 

@@ -25,9 +25,9 @@ def test_models_of_a_run_in_one_table(job, copy, tmp_path, monkeypatch, capsys):
     table = json.loads((tmp_path / "table" / "task_table.json").read_text())
     assert table["names"] == ["dense", "sparse"] and table["seeds"] == 1
     assert [row["task"] for row in table["rows"]] == ["brackets", "cloze"]
-    kept = json.loads((tmp_path / "table" / "evaluation_0.json").read_text())
-    for row, told in zip(kept["rows"][1:], table["rows"]):
-        for name, score in told["scores"].items():
+    evaluation = json.loads((tmp_path / "table" / "evaluation_0.json").read_text())
+    for row, line in zip(evaluation["rows"][1:], table["rows"]):
+        for name, score in line["scores"].items():
             assert score == pytest.approx(row["models"][name]["value"])
     assert "| brackets | 0 | 33% |" in (tmp_path / "table" / "task_table.md").read_text()
     # The same command scores nothing again; a file of someone else stays.

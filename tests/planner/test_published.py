@@ -397,7 +397,7 @@ def test_the_fifth_confirmation_reaches_the_goals():
     assert np.mean(inside) >= 0.9
 
 
-def test_an_exchange_of_keys_explains_what_long_sequences_lose():
+def test_an_exchange_of_keys_explains_a_part_of_what_long_sequences_lose():
     """Llama 3 405B at 131,072 tokens, as replicas with a part of a sequence, and with the axis."""
     rows = {row.name: row for row in ROWS["reports"]}
     long, short = (rows[f"Llama 3 405B{s} on 16384"] for s in (" 131072", ""))
@@ -407,7 +407,7 @@ def test_an_exchange_of_keys_explains_what_long_sequences_lose():
         np.log(fitting.predict_seconds(row, EFFICIENCIES[row.key]) / row.seconds)
         for row in (short, long, dataclasses.replace(long, plan=replicas))
     ]
-    assert abs(errors[1] - errors[0]) < 0.1 < 0.15 < abs(errors[2] - errors[0])
+    assert abs(errors[1] - errors[0]) < 0.15 < 0.2 < abs(errors[2] - errors[0])
 
 
 @pytest.mark.parametrize("name", ["Llama 3.1 8B", "Llama 3 8B"])

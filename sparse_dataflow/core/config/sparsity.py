@@ -127,11 +127,10 @@ class EvolutionConfig(Readable):
 
     method: str = setting(
         "static",
-        "set and rigl exchange blocks, at random or by their gradient; gradual prunes a dense "
-        "model in halvings; sparse_to_dense ends dense; low_rank_tail adds sparsity.rank at the "
-        "end; shared_to_own trains one block for all layers, then copies it; omit_features leaves "
-        "out hidden features of the MLPs for a while. Options follow a colon: "
-        "rigl:every=100,share=0.05.",
+        "set and rigl exchange blocks, at random or by gradient; gradual prunes a dense model in "
+        "halvings; sparse_to_dense ends dense; low_rank_tail ends with sparsity.rank; "
+        "shared_to_own copies one trained block; omit_features leaves out features of MLPs for a "
+        "while. Options follow a colon: rigl:every=100,share=0.05.",
         choices=METHOD_NAMES,
     )
     every: int = setting(

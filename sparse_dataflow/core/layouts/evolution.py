@@ -506,7 +506,7 @@ def refuse_unequal_mlp(model: ModelConfig) -> None:
     model.refuse_experts("--evolution=omit_features", "static")
     for name in model.projections:
         spec = model.linear(name)
-        if name in MLP and (spec.rank or spec.kind != LinearSpec().kind):
+        if name in MLP and (spec.rank or spec.weight is not LinearSpec().weight):
             raise UserError(
                 f"--evolution=omit_features leaves out hidden features of dense MLPs, and {name} "
                 f"has {'a low-rank term' if spec.rank else spec.weight.words}; legal: "

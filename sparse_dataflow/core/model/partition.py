@@ -49,16 +49,21 @@ def part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:
 
     A layout is one leaf.
     """
-    if type(tree) is tuple:
+    if _is_groups(tree):
         groups = tuple(part(group, fits, path) for group in tree)
         return groups if any(groups) else ()
     parts = {}
     for name, inner in tree.items():
         inside = (*path, jax.tree_util.DictKey(name))
-        if type(inner) in (dict, tuple):
+        if type(inner) is dict or _is_groups(inner):
             inner = part(inner, fits, inside)
             if inner:
                 parts[name] = inner
         elif fits(inside):
             parts[name] = inner
     return parts
+
+
+def _is_groups(tree):
+    # A map over a model may leave other tuples in place of arrays.
+    return type(tree) is tuple and all(type(group) is dict for group in tree)

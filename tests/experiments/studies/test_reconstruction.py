@@ -36,7 +36,7 @@ def errors_without(inputs, outputs, block):
 def test_the_first_block_that_goes_costs_least(seed):
     rng = np.random.default_rng(seed)
     inputs, outputs = correlated(rng, 200, 20), rng.normal(size=(200, 4)).astype("f4")
-    _, mask = reconstruction.least_squares(inputs, outputs, 4, 4 / 5)
+    _, mask = reconstruction.least_squares(inputs, outputs, (4, 4), 4 / 5)
     absent = np.flatnonzero(mask.sum(1) == 0) // 4
     assert set(absent) == {np.argmin(errors_without(inputs, outputs, 4))}
 
@@ -44,7 +44,7 @@ def test_the_first_block_that_goes_costs_least(seed):
 def test_the_weights_that_stay_are_of_least_squares():
     rng = np.random.default_rng(0)
     inputs, outputs = correlated(rng, 300, 24), rng.normal(size=(300, 12)).astype("f4")
-    weights, mask = reconstruction.least_squares(inputs, outputs, 4, 0.5)
+    weights, mask = reconstruction.least_squares(inputs, outputs, (4, 4), 0.5)
     assert mask.sum() == 0.5 * mask.size and not weights[mask == 0].any()
     for column in range(12):
         stays = mask[:, column] == 1
@@ -56,7 +56,7 @@ def test_blocks_whose_inputs_are_copies_go_without_an_error():
     rng = np.random.default_rng(0)
     half = correlated(rng, 300, 12)
     inputs, weights = np.concatenate([half, half], 1), rng.normal(size=(24, 8)).astype("f4")
-    cut, mask = reconstruction.least_squares(inputs, inputs @ weights, 4, 0.5)
+    cut, mask = reconstruction.least_squares(inputs, inputs @ weights, (4, 4), 0.5)
     assert mask.mean() == 0.5
     np.testing.assert_allclose(inputs @ cut, inputs @ weights, rtol=1e-2, atol=2e-2)
 
@@ -64,8 +64,8 @@ def test_blocks_whose_inputs_are_copies_go_without_an_error():
 def test_what_is_cut_stays_cut():
     rng = np.random.default_rng(0)
     inputs, outputs = correlated(rng, 300, 24), rng.normal(size=(300, 12)).astype("f4")
-    weights, first = reconstruction.least_squares(inputs, outputs, 4, 0.6)
-    _, second = reconstruction.least_squares(inputs, inputs @ weights, 4, 0.3, first)
+    weights, first = reconstruction.least_squares(inputs, outputs, (4, 4), 0.6)
+    _, second = reconstruction.least_squares(inputs, inputs @ weights, (4, 4), 0.3, first)
     assert second.sum() < first.sum() and not second[first == 0].any()
 
 

@@ -22,35 +22,35 @@ def task_table():
 
 def test_one_seed_has_the_interval_of_a_paired_t_test(task_table):
     first, second = np.random.default_rng(0).normal(size=(2, 40))
-    told = task_table.difference([first], [second], range(40))
+    measured = task_table.difference([first], [second], range(40))
     expected = stats.ttest_rel(first, second).confidence_interval(0.95)
-    assert told.interval == pytest.approx((expected.low, expected.high))
+    assert measured.interval == pytest.approx((expected.low, expected.high))
 
 
 def test_items_without_variance_leave_the_interval_of_the_seeds(task_table):
     apart = np.array([0.1, 0.3, 0.2])
-    told = task_table.difference(np.repeat(apart[:, None], 9, 1), np.zeros((3, 9)), range(9))
+    measured = task_table.difference(np.repeat(apart[:, None], 9, 1), np.zeros((3, 9)), range(9))
     expected = stats.ttest_1samp(apart, 0).confidence_interval(0.95)
-    assert told.mean == pytest.approx(0.2)
-    assert told.interval == pytest.approx((expected.low, expected.high))
+    assert measured.mean == pytest.approx(0.2)
+    assert measured.interval == pytest.approx((expected.low, expected.high))
 
 
 def test_intervals_hold_the_true_difference_as_often_as_they_say(task_table):
-    rng, held = np.random.default_rng(1), 0
+    rng, covered = np.random.default_rng(1), 0
     for _ in range(300):
         # A seed shifts all of its items; an item is harder for both models.
         shift, hard = rng.normal(0, 0.1, (2, 4, 1)), rng.normal(size=50)
         values = 0.5 + hard + shift + rng.normal(0, 0.5, (2, 4, 50))
         low, high = task_table.difference(values[0] + 0.2, values[1], range(50)).interval
-        held += low < 0.2 < high
-    assert 0.93 <= held / 300 <= 1.0
+        covered += low < 0.2 < high
+    assert 0.93 <= covered / 300 <= 1.0
 
 
 def test_an_average_over_tasks_keeps_the_seeds_together(task_table):
     seeds = np.array([0.0, 0.2])
-    one = task_table.Difference(0.1, seeds, 0.04, 30)
-    told = task_table.average([one, one, one, one])
-    assert told.seeds == pytest.approx(seeds) and told.items == pytest.approx(0.01)
+    brackets = task_table.Difference(0.1, seeds, 0.04, 30)
+    measured = task_table.average([brackets] * 4)
+    assert measured.seeds == pytest.approx(seeds) and measured.items == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
