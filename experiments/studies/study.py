@@ -138,10 +138,7 @@ def prepare(
       UserError: the command line or the corpus cannot be used.
     """
     keep_freed_memory()
-    refused = (*_UNUSED, *varied, *fixed)
-    for path in request.changes:
-        if path in refused or f"{path.partition('.')[0]}." in refused:
-            raise UserError(f"--set {path}: this study sets {path} itself; leave it out.")
+    refuse_set(request, (*_UNUSED, *varied, *fixed))
     request = dataclasses.replace(request, changes={**request.changes, **fixed})
     chip = detect_chip(request)
     config = _settled(request.config(jax.default_backend(), chip.memory_bytes), chip)
@@ -153,6 +150,20 @@ def prepare(
     if tuned:
         corpus, tuning_documents = three_splits(corpus)
     return Study(config, corpus, tokenizer_of(config, corpus), chip, tuning_documents)
+
+
+def refuse_set(request: Request, paths: Sequence[str]) -> None:
+    """Refuses a command line that sets what a study sets itself.
+
+    Args:
+      paths: settings; "evolution." is every setting of that part.
+
+    Raises:
+      UserError: naming the setting.
+    """
+    for path in request.changes:
+        if path in paths or f"{path.partition('.')[0]}." in paths:
+            raise UserError(f"--set {path}: this study sets {path} itself; leave it out.")
 
 
 def _settled(config: RunConfig, chip: Chip) -> RunConfig:

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import evaluate as evaluate_flags
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.commands.models import evaluate
+from sparse_dataflow.commands.models import evaluate, load_model
 from sparse_dataflow.commands.request import Request, saved_config
 from sparse_dataflow.commands.train import detect_chip, train
 from sparse_dataflow.core.messages import say
@@ -33,6 +33,11 @@ from . import study
 OWNER = "task_table"
 BASELINE = "dense"
 TWINS = "twins"
+SET = (
+    *("training.steps", "training.seed", "run.twin", "run.out"),
+    *("evolution.", "model.experts", "model.top_k"),
+)
+"""What the study sets itself, as `study.refuse_set` takes it."""
 
 METHOD = (
     "Differences are paired by item with the dense model of the same seed, on average over seeds. "
@@ -57,7 +62,10 @@ def run(request: Request, options) -> int:
     folder = Path(options.out)
     seeds = given(options.models)
     folders.refuse_foreign(folder, OWNER)
+    for place, _ in (place for seed in seeds or () for place in seed.values()):
+        load_model.refuse_no_model(place, "--models")
     if seeds is None:
+        study.refuse_set(request, SET)
         config = request.config(jax.default_backend(), detect_chip(request).memory_bytes)
         config = config.change(training__steps=options.steps, run__twin="narrow")
         study.keep_settings(folder, config, OWNER)

@@ -39,3 +39,15 @@ def test_models_of_a_run_in_one_table(job, copy, tmp_path, monkeypatch, capsys):
     (tmp_path / "other" / "mine.txt").write_text("mine")
     assert exit_status(task_table, *flags[:-1], "--out=other") == 2
     assert "mine.txt" in capsys.readouterr().err
+
+
+def test_what_cannot_be_compared_is_refused_before_a_folder_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for flags, words in (
+        (("--models=dense=gone:dense,sparse=gone",), "--models=gone does not exist"),
+        (("--set", "run.out=x"), "this study sets run.out itself"),
+        (("--set", "evolution.method=rigl"), "this study sets evolution.method itself"),
+        (("--set", "model.experts=4"), "this study sets model.experts itself"),
+    ):
+        assert exit_status(task_table, *flags, "--out=table") == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "table").exists()
