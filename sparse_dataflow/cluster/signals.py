@@ -66,7 +66,10 @@ class _State:
       noticed: number of the training that stops because it has seen a signal, between two steps.
       grace: seconds after SIGTERM or SIGHUP in which the training must have noticed it.
       announce: says once that a training stops.
+      writer: where the signals are written that the thread reads; None where no thread reads.
     """
+
+    writer: int | None = None
 
     def __init__(self):
         self.raised = self.training = self.trainings = self.handled = self.noticed = 0
@@ -74,11 +77,27 @@ class _State:
         self.grace = math.inf
         self.announce: Callable[[], None] = lambda: None
 
+    def mark(self, what: bytes) -> None:
+        """Writes BEGINS or ENDS between the signals, so that the thread knows their training."""
+        if self.writer is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self.writer, what)
+
+
+BEGINS, ENDS = b"\x00", b"\xff"
+"""What stands for the begin and the end of a training, beside the numbers of signals."""
 
 _state = _State()
 _cleanups: list[Callable[[], None]] = []
-# A child would write the signals that it gets itself into the pipe of its parent's thread.
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
+def _leave_the_pipe():
+    """A child would write its own signals into the pipe of its parent's thread."""
+    signal.set_wakeup_fd(-1)
+    _state.writer = None
+
+
+os.register_at_fork(after_in_child=_leave_the_pipe)
 
 
 @contextlib.contextmanager
@@ -102,6 +121,7 @@ def ended_by_signals() -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _state.writer = writer
     thread = threading.Thread(target=_end_if_stuck, args=(reader,), daemon=True)
     thread.start()
     hook = sys.unraisablehook
@@ -119,6 +139,7 @@ def ended_by_signals() -> Iterator[None]:
         if sys.unraisablehook is unraisable:
             sys.unraisablehook = hook
         signal.set_wakeup_fd(before)
+        _state.writer = None
         os.close(writer)
         thread.join()
         os.close(reader)
@@ -161,6 +182,9 @@ def _end_if_stuck(reader):
     pressed, handled = -1, 0
     # The training that SIGTERM or SIGHUP is to stop, and the time by which it must notice.
     stopping, deadline = 0, math.inf
+    # Trainings begun, and those not ended, when a signal came.  The main thread may be in the next
+    # training by the time this thread reads the signal.
+    begun, inside = 0, [0]
     while True:
         # Read before the wait: the main thread may handle a SIGINT before this thread wakes up.
         # Read after it, the count would include that SIGINT. Then a second one would end the
@@ -184,17 +208,23 @@ def _end_if_stuck(reader):
         received = os.read(reader, 1)
         if not received:
             return
-        number, handler = received[0], signal.getsignal(received[0])
-        if _state.training and number in (signal.SIGINT, *ENDING):
+        if received == BEGINS:
+            inside.append(begun := begun + 1)
+            continue
+        if received == ENDS:
+            inside.pop()
+            continue
+        number, handler, training = received[0], signal.getsignal(received[0]), inside[-1]
+        if training == _state.training != 0 and number in (signal.SIGINT, *ENDING):
             _state.announce()
-        if number in ENDING and _state.training not in (0, stopping, _state.noticed):
-            stopping, deadline = _state.training, time.monotonic() + _state.grace
-        if number == signal.SIGINT and (_state.training or handler in _INTERRUPTING):
+        if number in ENDING and training not in (0, stopping, _state.noticed):
+            stopping, deadline = training, time.monotonic() + _state.grace
+        if number == signal.SIGINT and (training or handler in _INTERRUPTING):
             # Outside training, a long call of the main thread may keep it from handling the first.
-            outside = pressed == _state.training == 0 and _state.handled == handled
-            if outside or 0 < pressed == _state.trainings:
+            outside = pressed == training == 0 and _state.handled == handled
+            if outside or 0 < pressed == begun:
                 _end(INTERRUPTED, "stopped at once")
-            pressed, handled = _state.training, before
+            pressed, handled = training, before
         elif number in ENDING and handler is _raise_ended and not (first or _state.stopped):
             first, since = number, time.monotonic()
 
@@ -263,6 +293,7 @@ def stop_on_signals(
     _state.trainings += 1
     _state.training, _state.announce, _state.grace = _state.trainings, announce, grace
     number_of_training = _state.trainings
+    _state.mark(BEGINS)
 
     def first():
         if signals:
@@ -276,3 +307,4 @@ def stop_on_signals(
             signal.signal(number, handler)
         _state.stopped |= any(number in ENDING for number in signals)
         _state.training, _state.announce, _state.grace = outer
+        _state.mark(ENDS)

@@ -243,8 +243,16 @@ def test_a_launcher_that_passes_on_what_the_terminal_sends_too_loses_nothing(num
     assert status == 75 and "saved" in lines
 
 
-def test_each_training_has_its_own_first_ctrl_c():
-    code = """
+@pytest.mark.parametrize("late", [0, 0.3])  # Seconds; a busy machine wakes the thread so late.
+def test_each_training_has_its_own_first_ctrl_c(late):
+    code = f"""
+    import select
+    waits = select.select
+    def wakes_late(*arguments):
+        woken = waits(*arguments)
+        time.sleep({late})
+        return woken
+    select.select = wakes_late
     with ended_by_signals():
         for _ in range(3):
             with stop_on_signals(say) as stop:
