@@ -53,7 +53,7 @@ $(READY): setup.cfg setup.py pyproject.toml $(GONE)
 demo: $(READY) ## train a sparse GPT and two dense ones here; ARGS="--help" lists the flags
 	@$(BIN)/python -m experiments.gpt13b_sparse $(DEMO_TWIN) $(DEMO_MINUTES) $(ARGS)
 
-test: $(READY) ## run each contract once, in about 20 minutes; TESTS="tests/core/layouts -k layout" runs some
+test: $(READY) ## run each contract once, in about 25 minutes; TESTS="tests/core/layouts -k layout" runs some
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(EACH_CONTRACT) $(TESTS)
 
 test-all: $(READY) ## run these tests and the slow ones, which show more instances
