@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -16,6 +17,7 @@ from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import TrainingData, compile_programs
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.monitoring.metrics import MetricsWriter
+from sparse_dataflow.pruning.changes import change_of
 
 SPARSE = LinearSpec("block_sparse", "monarch", density=0.25, block=4, rank=2, hadamard=8)
 MODEL = ModelConfig(2, 32, 2, 64, vocab_size=40, max_len=8).with_linears(SPARSE)
@@ -42,7 +44,8 @@ MODELS = {name: BY_DEPTH if "by_depth" in name else MODEL for name in EVOLUTIONS
 @functools.cache
 def programs_of(method):
     evolution = EVOLUTIONS[method]
-    return compile_programs(phase_specs(MODELS[method], evolution), TRAINING, DATA, evolution)
+    specs, change = phase_specs(MODELS[method], evolution), change_of(evolution, TRAINING)
+    return compile_programs(specs, TRAINING, DATA, evolution, change=change)
 
 
 def trainer(folder, method, evolution=None, **options):
@@ -50,7 +53,8 @@ def trainer(folder, method, evolution=None, **options):
     evolution = evolution or EVOLUTIONS[method]
     model, programs = MODELS[method], programs_of(method)
     variant = Variant("sparse", model, TRAINING, evolution)
-    return Trainer(variant, folder, DATA, programs, hooks.usual(**every), metrics=MetricsWriter)
+    usual = hooks.usual(**every, change=change_of(evolution, TRAINING))
+    return Trainer(variant, folder, DATA, programs, usual, metrics=MetricsWriter)
 
 
 def train(t, until=10):
@@ -60,3 +64,22 @@ def train(t, until=10):
     finally:
         t.close()
     return t
+
+
+def compiled_while(function):
+    """Returns the events of compiling while a function runs."""
+    events = []
+
+    def note(event, seconds, **facts):
+        if "compile" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        jax.jit(lambda x: x * 3.25)(1.0)
+        assert events  # The listener works.
+        events.clear()
+        function()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    return events

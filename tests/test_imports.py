@@ -23,7 +23,7 @@ ROOMS = [
 ]  # fmt: skip
 """Lowest first.  Below the core are two rooms; what is above it the core never imports."""
 
-LARGEST_CORE = 21_000
+LARGEST_CORE = 20_680
 """Lines of the core: what must be read to know what a training step does."""
 
 

@@ -46,8 +46,9 @@ from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
+from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.runs import variants
-from sparse_dataflow.runs.run_config import RunConfig
+from sparse_dataflow.runs.run_config import RunConfig, RunSettings
 
 from .holdout import three_splits
 
@@ -210,8 +211,14 @@ def train(
     """
     variant = variant.with_steps(_saved_steps(where) or variant.training.steps)
     refuse_unfit(variant.model, variant.evolution, variant.training.steps)
+    evolution, training = variant.evolution, variant.training
     programs = compile_programs(
-        variant.phase_specs, variant.training, data, variant.evolution, compiled
+        variant.phase_specs,
+        training,
+        data,
+        evolution,
+        compiled,
+        change=change_of(evolution, training),
     )
     where.mkdir(parents=True, exist_ok=True)
     _keep(where / "steps.json", variant.training.steps)
@@ -228,6 +235,8 @@ def train(
             2 * every,
             variant.training.skip_spikes,
             record=hooks.Record(note=progress.note),
+            # No study takes settings of "run." from its command line.
+            change=change_of(evolution, training, RunSettings.prune_batches),
             last=[Show(progress, every, 2 * every)],
         ),
         clock=clock,

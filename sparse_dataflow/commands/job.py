@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import platform
 import shlex
 import socket
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.signals import stop_on_signals
@@ -39,7 +39,6 @@ from sparse_dataflow.core.training.loop import StepDone, Trainer, advance_side_b
 from sparse_dataflow.core.training.phases import FULL_DEPTH, Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
 from sparse_dataflow.core.training.saved_state import FrozenBase
-from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.data import cache, hub
 from sparse_dataflow.data.corpora import Corpus, corpus_of_texts
 from sparse_dataflow.data.examples import as_text
@@ -62,6 +61,7 @@ from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
 from sparse_dataflow.monitoring.user_metrics import UserMetrics
 from sparse_dataflow.planner import memory
 from sparse_dataflow.pruning import cuts
+from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.reporting.report import PAGE
 from sparse_dataflow.runs.allocation import allocation_table
@@ -338,9 +338,10 @@ class Job:
         shared: dict = {}
         for v in models:
             say(f"{v.name:>6}: compiling")
+            change = change_of(v.evolution, v.training)
             with self.clock.during("compile"):
                 programs[v.name] = compile_programs(
-                    v.phase_specs, v.training, data, v.evolution, shared, self.executor
+                    v.phase_specs, v.training, data, v.evolution, shared, self.executor, change
                 )
         return programs
 
@@ -406,7 +407,7 @@ class Job:
                 v.training.skip_spikes,
                 record=hooks.Record(mfu, progress.note, UserMetrics(self.user_metrics)),
                 budget=self._budget(v),
-                change=self._change(v, data),
+                change=change_of(v.evolution, v.training, config.run.prune_batches),
                 last=[Show(progress, *every)],
             ),
             executor=executor,
@@ -471,31 +472,15 @@ class Job:
             if v.training.adapter_rank:
                 return starting_point.adapter_state_from(start, v.model, v.training, self.executor)
             if run.prune_by != "weights" and v.model.partial_projections:
-                calibration = self._calibration(v, data, 0)
+                batches = map(data.train.__getitem__, itertools.count())
+                micro_batches = v.training.micro_batches
+                calibration = cuts.calibration(batches, run.prune_batches, micro_batches)
             model = v.phases[0].model
             return starting_point.initial_state_from(
                 start, model, v.training, self.executor, calibration, run.prune_by, run.prune_to
             )
 
         return initial
-
-    def _calibration(self, v: Variant, data: TrainingData, step: int) -> list[np.ndarray]:
-        """Returns the tokens of the next training batches, in micro-batches; training reads the
-        same batches again."""
-        return [
-            rows
-            for number in range(step, step + self.config.run.prune_batches)
-            for rows in np.array_split(
-                data.train[number]["tokens"][:, :-1], v.training.micro_batches
-            )
-            if len(rows)
-        ]
-
-    def _change(self, v: Variant, data: TrainingData) -> cuts.Change:
-        """Returns how the state of a phase becomes that of the next one."""
-        if v.evolution.prune_by == "weights":
-            return change_model
-        return cuts.fitted_change(functools.partial(self._calibration, v, data))
 
     def _base(self, record: RunRecord | None) -> StartingPoint:
         """Returns the weights that adapters freeze; those of its start for a resumed run."""

@@ -27,7 +27,6 @@ from sparse_dataflow.core.config.layer_groups import (
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import adapters, gpt, stacks
 from sparse_dataflow.core.model.batch_context import BatchContext
-from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.projection import THRESHOLD, with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
@@ -35,6 +34,7 @@ from sparse_dataflow.core.weights.weight import Thresholded
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pruning.inputs import observed_block
 
 CALIBRATION_TOKENS = 1024
 """Tokens that levels are the quantiles of, at most."""

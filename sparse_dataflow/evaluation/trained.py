@@ -23,7 +23,6 @@ from sparse_dataflow.core.model.stacks import (
     split_layouts,
 )
 from sparse_dataflow.core.optim.by_weight import evaluated
-from sparse_dataflow.core.training.omission import whole_params
 from sparse_dataflow.core.training.phases import phase_before, phases
 from sparse_dataflow.core.training.saved_state import (
     SavedProgress,
@@ -41,6 +40,7 @@ from sparse_dataflow.evaluation.run_files import (
     read_variants,
 )
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pruning.omission import whole_params
 
 NEWEST, BEST = "newest", "best"
 

@@ -15,9 +15,9 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
+from sparse_dataflow.pruning.inputs import observed_block
 
 
 def input_norms(

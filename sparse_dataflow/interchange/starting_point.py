@@ -385,7 +385,7 @@ def initial_state_from(
         state = state._replace(params=jax.tree.map(jnp.array, params), rest=())
         state = change_model(state, dense, model, given=layouts)
     else:
-        state = change_model(state, start.model, model, norms)
+        state = change_model(state, start.model, model, input_norms=norms)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments), model)
 

@@ -20,12 +20,12 @@ from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PRECISIONS, ROW_PARALLEL
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.projection import arrays, layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.weight import Linear
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pruning.inputs import observed_block
 from sparse_dataflow.pruning.moments import HELD_OUT, Moments, batch_sums
 
 

@@ -17,7 +17,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import merged
-from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.evaluation.activation_sparsity import (
@@ -28,6 +27,7 @@ from sparse_dataflow.evaluation.activation_sparsity import (
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.pruning.inputs import observed_block
 
 WIDE = dataclasses.replace(CONFIGS["dense"], d_ff=256)
 """Its mlp_in skips rows for one token."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from marks import some
 
+from experiments.studies import study
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -26,6 +27,7 @@ from sparse_dataflow.core.training.transitions import change_model, host_masks
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.monitoring.metrics import MetricsWriter
 from sparse_dataflow.pruning import cuts
+from sparse_dataflow.pruning.changes import change_of
 
 MODEL = ModelConfig(2, 32, 4, 64, vocab_size=40, max_len=16)
 TRAINING = TrainingConfig(steps=8, batch=4, sequence=16, learning_rate=1e-2)
@@ -40,12 +42,13 @@ CASES = {
     "rows of 16": (LinearSpec("masked", density=0.25, block=1, block_outputs=16), TRAINING),
 }
 TEXT = np.random.default_rng(0).zipf(1.5, 4000).clip(max=40).astype(np.uint16) - 1
+WINDOWS = EvalBatches(TEXT[:200], 4, 16, 4)
+DATA = TrainingData(TrainBatches(TEXT, 4, 16), WINDOWS, 199, WINDOWS, 199, "hash")
+VARIANT = Variant("sparse", MODEL.with_linears(BLOCKS), TRAINING, GRADUAL)
+BATCHES = [
+    {"tokens": rows} for rows in np.random.default_rng(0).integers(0, 40, (6, 8, 17), np.int32)
+]
 OTHERS = np.random.default_rng(1).integers(0, 40, (8, 16), np.int32)
-
-
-def batches(step):
-    rows = np.random.default_rng(step).integers(0, 40, (6, 8, 16), np.int32)
-    return list(rows)
 
 
 def drawn_state(model, training):
@@ -86,14 +89,14 @@ def stored(model, state, name):
 @pytest.mark.parametrize(("spec", "training"), some(CASES, "blocks", "rows of 16"))
 def test_each_cut_of_a_schedule_is_nearer_to_the_outputs_before_than_a_cut_by_norm(spec, training):
     models = [phase.model for phase in phase_specs(MODEL.with_linears(spec), GRADUAL)]
-    state, change = drawn_state(models[0], training), cuts.fitted_change(batches)
+    state, change = drawn_state(models[0], training), cuts.fitted_change(6, 1)
     for old, new in itertools.pairwise(models):
         before = logits(old, state)
         moments = {name: dense_moments(old, state, name) for name in new.projections}
         was = {n: stored(old, state, n) for n in new.projections if old.linear(n).density < 1}
         copy = jax.tree.map(lambda leaf: leaf.copy(), (state.params, state.moments))
         plain = change_model(state._replace(params=copy[0], moments=copy[1]), old, new)
-        state = change(state, old, new)
+        state = change(state, old, new, BATCHES)
         fitted, cut = (np.linalg.norm(logits(new, each) - before) for each in (state, plain))
         assert fitted < 0.9 * cut
         shapes = lambda each: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), each)  # noqa: E731
@@ -109,25 +112,21 @@ def test_each_cut_of_a_schedule_is_nearer_to_the_outputs_before_than_a_cut_by_no
 
 def test_a_model_that_gets_no_sparser_is_changed_as_without_a_fit():
     sparse = MODEL.with_linears(BLOCKS)
-    change = cuts.fitted_change(lambda step: pytest.fail("reads batches"))
-    states = [each(drawn_state(sparse, TRAINING), sparse, MODEL) for each in (change, change_model)]
+    unread = map(lambda step: pytest.fail("reads batches"), [0])
+    changes = cuts.fitted_change(1, 1), change_model
+    states = [each(drawn_state(sparse, TRAINING), sparse, MODEL, unread) for each in changes]
     jax.tree.map(np.testing.assert_array_equal, states[0].params, states[1].params)
 
 
 @pytest.mark.parametrize("stop", some([3, 4], 3))
 def test_a_resumed_run_makes_the_same_cuts(tmp_path, stop):
     """Phases begin at steps 2 and 4 or so; a stop lies within a phase, and at its end."""
-    windows = EvalBatches(TEXT[:200], 4, 16, 4)
-    data = TrainingData(TrainBatches(TEXT, 4, 16), windows, 199, windows, 199, "hash")
-    variant = Variant("sparse", MODEL.with_linears(BLOCKS), TRAINING, GRADUAL)
-    programs = compile_programs(variant.phase_specs, TRAINING, data, GRADUAL)
-    change = cuts.fitted_change(
-        lambda step: [data.train[step + n]["tokens"][:, :-1] for n in (0, 1)]
-    )
+    programs = compile_programs(VARIANT.phase_specs, TRAINING, DATA, GRADUAL)
+    fitted = change_of(GRADUAL, TRAINING, 2)
 
-    def train(name, until=8, change=change):
+    def train(name, until=8, change=fitted):
         usual = hooks.usual(8, 4, change=change)
-        t = Trainer(variant, tmp_path / name, data, programs, usual, metrics=MetricsWriter)
+        t = Trainer(VARIANT, tmp_path / name, DATA, programs, usual, metrics=MetricsWriter)
         try:
             for _ in advance_side_by_side([t], lambda: t.step >= until):
                 pass
@@ -143,3 +142,14 @@ def test_a_resumed_run_makes_the_same_cuts(tmp_path, stop):
         not np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(whole_run), jax.tree.leaves(by_norm))
     )
+
+
+@pytest.mark.slow
+def test_a_study_fits_its_cuts(tmp_path):
+    programs, losses = {}, []
+    for prune_by in ("rebuild", "weights"):
+        evolution = dataclasses.replace(GRADUAL, prune_by=prune_by)
+        variant, folder = dataclasses.replace(VARIANT, evolution=evolution), tmp_path / prune_by
+        result = study.train("cut", variant, DATA, folder, lambda: False, compiled=programs)
+        losses.append(result["loss"])
+    assert losses[0] != losses[1]

@@ -43,6 +43,7 @@ from sparse_dataflow.planner.efficiency import for_family
 from sparse_dataflow.planner.search import PhaseShare
 from sparse_dataflow.planner.settle import Settled
 from sparse_dataflow.planner.step_time import step_time
+from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.runs.parallel import ParallelConfig
 from sparse_dataflow.runs.run_config import RunConfig
@@ -430,7 +431,14 @@ def step_seconds(variants: dict[str, Variant], data: TrainingData, steps: int) -
     """Returns variant -> mean seconds of a step in a training of `steps`, updates included."""
     cache: dict = {}
     programs = {
-        name: compile_programs(v.phase_specs, v.training, data, v.evolution, cache)
+        name: compile_programs(
+            v.phase_specs,
+            v.training,
+            data,
+            v.evolution,
+            cache,
+            change=change_of(v.evolution, v.training),
+        )
         for name, v in variants.items()
     }
     renamed = [dataclasses.replace(v, name=name) for name, v in variants.items()]

@@ -22,8 +22,8 @@ from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rol
 from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
-from sparse_dataflow.core.training.programs import convert_state, evolve_layouts, feature_chooser
-from sparse_dataflow.core.training.transitions import change_model, host_masks
+from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
+from sparse_dataflow.core.training.transitions import Change, change_model, host_masks
 
 
 class Evolve(Hook):
@@ -33,8 +33,10 @@ class Evolve(Hook):
     makes the same changes again.
     """
 
-    def __init__(self, change: Callable = change_model):
-        """Takes what makes the canonical state of a model that of the next one."""
+    def __init__(self, change: Change = change_model):
+        """Args:
+        change: makes the state of a phase that of the next one; see `pruning.changes`.
+        """
         self._change = change
 
     def before_step(self, trainer: Trainer) -> None:
@@ -46,7 +48,12 @@ class Evolve(Hook):
             return
         with trainer.clock.during("evolution"):
             start = time.perf_counter()
-            changed = self._next_model(trainer) if phase_ends else self._update(trainer, share)
+            # Read ahead: training reads the same batches again, so a resumed run does as well.
+            batches = map(trainer.batch, itertools.count(trainer.step))
+            if phase_ends:
+                changed = self._next_model(trainer, batches)
+            else:
+                changed = self._update(trainer, share, batches)
             elapsed = time.perf_counter() - start
         trainer.seconds += elapsed
         row = {
@@ -55,23 +62,18 @@ class Evolve(Hook):
         }
         trainer.write("evolution", row | changed, trainer.step + 1)
 
-    def _next_model(self, trainer):
+    def _next_model(self, trainer, batches):
         before = trainer.model
         trainer.phase_number += 1
-        # Read ahead: training reads the same batches again, so a resumed run does as well.
-        batches = map(trainer.batch, itertools.count(trainer.step))
-        chooser = feature_chooser(trainer.evolution, trainer.training, batches)
         after, executor = trainer.model, trainer.executor
-        trainer.state = convert_state(trainer.state, before, after, chooser, executor, self._change)
+        trainer.state = convert_state(trainer.state, before, after, batches, executor, self._change)
         return {"exchanged": 0.0}
 
-    def _update(self, trainer, share):
+    def _update(self, trainer, share, batches):
         """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
         for the row."""
         before = stacks.layouts_of(trainer.model, trainer.state.rest)
         masks = host_masks(trainer.state.rest)
-        # Read ahead: training reads the same batches again, so a resumed run does as well.
-        batches = map(trainer.batch, itertools.count(trainer.step))
         trainer.state = evolve_layouts(
             trainer.state,
             trainer.model,
@@ -244,7 +246,7 @@ def usual(
     *,
     record: Hook | None = None,
     budget: Hook | None = None,
-    change: Callable = change_model,
+    change: Change = change_model,
     last: Sequence[Hook] = (),
 ) -> list[Hook]:
     """Returns the hooks of a training of this project, in their order.

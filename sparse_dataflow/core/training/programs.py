@@ -20,8 +20,6 @@ from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import StepReport
-from sparse_dataflow.core.training import omission
-from sparse_dataflow.core.training.omission import Chooser
 from sparse_dataflow.core.training.step import (
     abstract_state,
     initial_state,
@@ -29,7 +27,12 @@ from sparse_dataflow.core.training.step import (
     make_eval_step,
 )
 from sparse_dataflow.core.training.teacher import Teacher
-from sparse_dataflow.core.training.transitions import change_model, update_layouts
+from sparse_dataflow.core.training.transitions import (
+    Batches,
+    Change,
+    change_model,
+    update_layouts,
+)
 from sparse_dataflow.files.errors import UserError
 
 
@@ -177,6 +180,7 @@ def compile_programs(
     evolution: EvolutionConfig | None = None,
     cache: dict | None = None,
     executor: Executor = SINGLE_DEVICE,
+    change: Change = change_model,
 ) -> list[Compiled]:
     """Compiles the train and eval step of each model that is trained in turn.
 
@@ -191,6 +195,7 @@ def compile_programs(
       cache: compiled programs by their inputs; pass the same dict to several calls to compile
         equal programs once.
       executor: how the programs are sharded and run.
+      change: makes the state of a phase that of the next one.
 
     Returns:
       One `Compiled` per entry of `phase_specs`.
@@ -211,8 +216,8 @@ def compile_programs(
     for before, after in itertools.pairwise(phase_specs):
         state = initial_state(before.model, training, executor)
         batch = executor.put(data.train.example, data.train.batch_size)
-        chooser = feature_chooser(evolution, training, itertools.repeat(batch))
-        convert_state(state, before.model, after.model, chooser, executor)
+        batches = itertools.repeat(batch)
+        convert_state(state, before.model, after.model, batches, executor, change)
     return programs
 
 
@@ -379,38 +384,14 @@ def evolve_layouts(
     return executor.place(state, model)
 
 
-def feature_chooser(
-    evolution: EvolutionConfig, training: TrainingConfig, batches: Iterator
-) -> Chooser:
-    """Returns how the features of a phase are chosen that leaves some out.
-
-    Args:
-      batches: training batches, as put by the executor.
-    """
-    tokens = (batch["tokens"] for batch in batches)
-    return Chooser(evolution.features, tokens, portions(training, evolution.sequences))
-
-
 def convert_state(
     state,
     before,
     after,
-    chooser: Chooser,
+    batches: Batches,
     executor: Executor = SINGLE_DEVICE,
-    change: Callable = change_model,
+    change: Change = change_model,
 ):
-    """Returns the state of model `before` as a state of model `after`.
-
-    Features that `before` leaves out are put back, and those that `after` leaves out are chosen.
-    `change` makes the canonical state of a whole model that of the next one.
-    """
-    state = executor.canonical(state, before)
-    if before.left_out:
-        state, before = omission.put_back(state, before), before.with_all_features
-    whole = after.with_all_features if after.left_out else after
-    if before != whole:
-        state = change(state, before, whole)
-    if after.left_out:
-        positions = chooser.positions(state, whole, after.left_out)
-        state = omission.leave_out(state, after, positions)
+    """Returns the state of model `before`, as placed, as a state of model `after`."""
+    state = change(executor.canonical(state, before), before, after, batches)
     return executor.place(state, after)

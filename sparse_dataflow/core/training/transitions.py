@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,6 +54,14 @@ from sparse_dataflow.core.weights.masked import Masked
 (STORED,) = (name for name, leaf in BlockSparse.leaves().items() if leaf.role != TABLE)
 (MASK,) = (name for name, leaf in Masked.leaves().items() if leaf.role == TABLE)
 """Arrays of block-sparse, dense and masked weights, which transitions turn into one another."""
+
+Batches = Iterable[Mapping[str, Any]]
+"""Training batches from the step of a state on, as put by the executor."""
+
+Change = Callable[[TrainState, ModelConfig, ModelConfig, Batches], TrainState]
+"""(canonical state, its model, the model of the next phase, batches) -> state of the next model.
+
+Training reads the same batches again, so a resumed run makes the same change."""
 
 
 def update_layouts(
@@ -175,6 +183,8 @@ def change_model(
     state: TrainState,
     old: ModelConfig,
     new: ModelConfig,
+    batches: Batches = (),
+    *,
     input_norms: Mapping[str, np.ndarray] | None = None,
     given: Mapping[str, Sequence[Any]] | None = None,
 ) -> TrainState:
@@ -189,11 +199,13 @@ def change_model(
     Args:
       state: canonical, with concrete layouts.
       old: config of the state's model.
+      batches: not read; see `Change`.
       input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
         in the norms of its blocks; None for 1. See `interchange.calibration`.
       given: projection -> what is stored of a weight that gets sparser: the layout of each layer,
         or of a masked weight the mask, bool [in, out]; None for the largest blocks.
     """
+    assert not (old.left_out or new.left_out), "see pruning.omission"
     if old.shared_layers:
         return _untied(state, old)
     key = jax.random.fold_in(state.key, state.step)

@@ -54,6 +54,7 @@ from sparse_dataflow.data.batches import EvalBatches, TrainBatches
 from sparse_dataflow.monitoring.metrics import MetricsWriter
 from sparse_dataflow.pipeline.pipelined import Pipelined
 from sparse_dataflow.pipeline.stages import Division, divide
+from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.relay import probe, relay_programs
 from sparse_dataflow.relay.relay import Relay, RelayConfig
 from sparse_dataflow.relay.relay_executor import RelayExecutor
@@ -491,8 +492,8 @@ def move(name, texts):
 def evolve(name, texts):
     """Runs a training whose layouts or model change; returns errors as `compare`.
 
-    `name` is the method, with "+depth" for a density that varies with depth, or "+llama" for the
-    model of that name.
+    `name` is the method, with "+depth" for a density that varies with depth, "+llama" for the model
+    of that name, or "+rebuild" for cuts that are fitted.
     """
     method, _, option = name.partition("+")
     dense = method in ("gradual", "sparse_to_dense")
@@ -510,6 +511,8 @@ def evolve(name, texts):
         model, steps, at = DENSE, 12, 0.9
     training = TrainingConfig(steps, BATCH, SEQUENCE, learning_rate=1e-3)
     evolution = EvolutionConfig(method, every=2, at=at, row_shards=4 if option == "llama" else 2)
+    if option == "rebuild":
+        evolution = dataclasses.replace(evolution, prune_by="rebuild")
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
 
     def run(executor):
@@ -518,11 +521,16 @@ def evolve(name, texts):
         batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
         data = TrainingData(batches, held_out, 1, held_out, 1, "none")
         programs = compile_programs(
-            phase_specs(model, evolution), training, data, evolution, executor=executor
+            phase_specs(model, evolution),
+            training,
+            data,
+            evolution,
+            executor=executor,
+            change=change_of(evolution, training),
         )
         with tempfile.TemporaryDirectory() as folder:
             variant = Variant("sparse", model, training, evolution)
-            usual = hooks.usual(3, 3)
+            usual = hooks.usual(3, 3, change=change_of(evolution, training, 2))
             trainer = Trainer(
                 variant,
                 Path(folder),

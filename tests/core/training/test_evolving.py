@@ -6,7 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, train, trainer
+from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, compiled_while, train, trainer
 
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -137,20 +137,7 @@ def test_nothing_is_compiled_while_it_trains(tmp_path, method, monkeypatch):
     t.evaluate()
     t.save()
     learning_rate_schedule(TRAINING)(3)  # Its scalars compile once per process.
-    compiled = []
-
-    def note(event, seconds, **facts):
-        if "compile" in event:
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        jax.jit(lambda x: x * 3.25)(1.0)
-        assert compiled  # The listener works.
-        compiled.clear()
-        train(t)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+    compiled = compiled_while(lambda: train(t))
     changes = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["kind"] == "evolution"]
     assert changes and not compiled
 

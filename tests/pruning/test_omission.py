@@ -20,8 +20,8 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import Portions
 from sparse_dataflow.core.layouts.evolution import phase_specs
 from sparse_dataflow.core.model.left_out import LEFT_OUT
-from sparse_dataflow.core.optim.optimizers import adam_state
-from sparse_dataflow.core.training import cost, loop, omission
+from sparse_dataflow.core.optim.optimizers import adam_state, learning_rate_schedule
+from sparse_dataflow.core.training import cost, loop
 from sparse_dataflow.core.training.phases import (
     mean_flops_per_token,
     phases,
@@ -32,6 +32,7 @@ from sparse_dataflow.core.training.saved_state import identity
 from sparse_dataflow.core.training.step import abstract_state, initial_state
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.monitoring.metrics import read_metrics
+from sparse_dataflow.pruning import omission
 
 MODEL = ModelConfig(2, 16, 2, 48, vocab_size=40, max_len=8)
 GATED = dataclasses.replace(
@@ -236,6 +237,16 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, started):
     cut = evolving.train(started(tmp_path / "cut"), until=20)
     bits = lambda t: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(t.state.params)]  # noqa: E731
     assert cut.finished and bits(cut) == bits(run)
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_while_it_trains(tmp_path, started):
+    t = started(tmp_path)
+    t.evaluate()
+    t.save()
+    learning_rate_schedule(TRAINING)(3)  # Its scalars compile once per process.
+    assert not evolving.compiled_while(lambda: evolving.train(t, until=20))
+    assert t.finished
 
 
 def test_the_number_of_micro_batches_is_part_of_the_identity():

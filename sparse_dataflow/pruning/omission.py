@@ -6,7 +6,6 @@ Their moments are dropped, and are zero when they come back, as those of a new b
 `training.transitions`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -24,52 +23,51 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
-from sparse_dataflow.core.executors.block_gradients import Portions
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.block_gradients import Portions, portions
 from sparse_dataflow.core.model import adapters, gpt, left_out, stacks
-from sparse_dataflow.core.model.inputs import observed_block
 from sparse_dataflow.core.model.left_out import LEFT_OUT, POSITIONS
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState, map_moments
+from sparse_dataflow.core.training.transitions import Change
+from sparse_dataflow.pruning.inputs import observed_block
 
 (HIDDEN,) = (name for name in MLP if name in ROW_PARALLEL)
 """The projection whose inputs are the hidden features."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Chooser:
-    """How the features of a phase are chosen.
+def feature_change(evolution: EvolutionConfig, training: TrainingConfig) -> Change:
+    """Returns a change of models that puts back what the old model leaves out, and then leaves out
+    the least important features of the new one.
 
-    Attributes:
-      rule: see `EvolutionConfig.features`.
-      batches: int32 [batch, sequence + 1] tokens of the batches to come, as put by the executor.
-      division: the sequences that are measured.
+    It measures importance on the batches; see `EvolutionConfig.features` and `sequences`.
     """
+    division = portions(training, evolution.sequences)
+    return functools.partial(_change_features, evolution.features, division)
 
-    rule: str
-    batches: Iterable[Any]
-    division: Portions
 
-    def positions(self, state: TrainState, model: ModelConfig, left_out: int) -> np.ndarray:
-        """Returns the sorted positions of the features to leave out, int32 [layers, left_out].
-
-        Random choices follow from the state's key and step, so a resumed run makes the same ones.
-
-        Args:
-          state: canonical, of the whole model.
-          model: config of the whole model.
-        """
-        key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
-        seed = np.asarray(jax.device_get(key)).ravel().tolist()
-        if self.rule == "uniform":
-            importance = np.ones((model.num_layers, model.d_ff))
-        else:
-            importance = magnitudes(model, state.weights, self.batches, self.division)
-        return np.stack(
-            [
-                least(layer, left_out, self.rule != "top", np.random.default_rng([*seed, number]))
-                for number, layer in enumerate(importance)
-            ]
-        )
+def _change_features(
+    rule, division, state: TrainState, old: ModelConfig, new: ModelConfig, batches
+):
+    if old.left_out:
+        state = put_back(state, old)
+    if not new.left_out:
+        return state
+    model = new.with_all_features
+    if rule == "uniform":
+        importance = np.ones((model.num_layers, model.d_ff))
+    else:
+        tokens = (batch["tokens"] for batch in batches)
+        importance = magnitudes(model, state.weights, tokens, division)
+    # A resumed run draws the same features: draws follow from the state's key and step.
+    key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
+    seed = np.asarray(jax.device_get(key)).ravel().tolist()
+    positions = [
+        least(layer, new.left_out, rule != "top", np.random.default_rng([*seed, number]))
+        for number, layer in enumerate(importance)
+    ]
+    return leave_out(state, new, np.stack(positions))
 
 
 def least(
@@ -97,7 +95,8 @@ def magnitudes(
 
     Args:
       weights: canonical.
-      batches: see `Chooser`, also for `division`.
+      batches: int32 [batch, sequence + 1] tokens, as put by the executor.
+      division: the sequences that are measured.
     """
     rows, calls, per_batch = division
     total = np.zeros((model.num_layers, model.d_ff))
