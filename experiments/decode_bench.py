@@ -36,8 +36,7 @@ tokens too. A dense model's export has the same reader, which multiplies by whol
 import dataclasses
 
 from sparse_dataflow.commands import command_line
-from sparse_dataflow.commands.models.load_model import ActivationOptions
-from sparse_dataflow.core.config.settings import AT_LEAST_ONE, setting
+from sparse_dataflow.core.config.settings import A_SHARE, AT_LEAST_ONE, setting
 
 from .benchmarks.options import BenchOptions
 
@@ -46,9 +45,12 @@ DEFAULTS = {"scale": "1.3b", "batch": 1}
 
 
 @dataclasses.dataclass(frozen=True)
-class Options(ActivationOptions, BenchOptions):
+class Options(BenchOptions):
     """What is written."""
 
+    activation_sparsity: float = setting(
+        0.0, "Share of the inputs of each projection that count as zeros.", legal=A_SHARE
+    )
     cached: int = setting(128, "Tokens that each new one sees.", legal=AT_LEAST_ONE)
     tokens: int = setting(4, "Tokens written in a timed round.", legal=AT_LEAST_ONE)
     torch: str = setting(

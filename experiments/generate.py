@@ -19,9 +19,10 @@ router picks the run whose training text resembles a prompt most; a line of --pr
 run with "run".  Each run moves to the device once for a file, the time of each move is printed, and
 each line has the "run" that wrote it.
 
---activation_sparsity lets the smallest inputs of each projection count as zeros (TEAL).  Thresholds
-come from about 1,000 training tokens of the run.  One text on a CPU then reads fewer bytes of dense
-weights; block-sparse weights, several texts, GPUs and TPUs gain nothing.
+--activation_sparsity lets the smallest inputs of each projection count as zeros (TEAL).  One number
+is the share of all, and qkv:0.5,mlp_out:0.3 is one for each.  Thresholds come from about 1,000
+training tokens of the run.  One text on a CPU then reads fewer bytes of dense weights; block-sparse
+weights, several texts, GPUs and TPUs gain nothing.
 
 --expert_slots leaves the experts of a mixture in host memory, and fetches those that the router
 picks.  The device holds that number of experts of each layer.  The texts are the same.  Afterwards
@@ -83,6 +84,7 @@ def main(options):
     from sparse_dataflow.commands.models import composition, generate, load_model
     from sparse_dataflow.evaluation.composition import Experts, OneModel, Prompt
 
+    share = options.share
     if sum(map(bool, (options.prompt, options.prompts, options.interactive))) > 1:
         raise UserError("Give one of --prompt, --prompts and --interactive.")
     if options.samples > 1 and not options.temperature:
@@ -91,11 +93,11 @@ def main(options):
         )
     if options.run and options.runs:
         raise UserError("Give one of --run and --runs.")
-    if options.runs and options.activation_sparsity:
+    if options.runs and share:
         raise UserError("--activation_sparsity is for one --run; leave it or --runs out.")
     if options.runs and options.expert_slots:
         raise UserError("--expert_slots is for one --run; leave it or --runs out.")
-    if options.activation_sparsity and options.expert_slots:
+    if share and options.expert_slots:
         raise UserError(
             "--expert_slots is for models with experts, which --activation_sparsity is not for; "
             "leave one out."
@@ -121,8 +123,8 @@ def main(options):
         experts = OneModel(model, offloaded)
     else:
         model = load_model.load(options)
-        if options.activation_sparsity:
-            model = generate.with_thresholds(model, options.activation_sparsity)
+        if share:
+            model = generate.with_thresholds(model, share)
         if options.draft:
             draft = generate.load_draft(options.draft, model, options.draft_tokens)
         experts = OneModel(model, form=options.form)

@@ -15,6 +15,7 @@ RUN = {
     "experiments.compile_plan": "tests/compile/test_plans_compile.py::test_a_shipped_plan",
     "experiments.coordinate_check": E + "test_small_studies.py::test_coordinate_check",
     "experiments.dense_end": E + "test_small_studies.py::test_a_training_with_a_dense_end",
+    "experiments.density_search": E + "test_small_studies.py::test_densities_are_chosen",
     "experiments.omit_features": E + "test_small_studies.py::test_features_are_omitted",
     "experiments.decode_bench": E + "test_benches.py::test_decode_bench",
     "experiments.evaluate": E + "test_evaluate.py::test_a_run_and_its_twin",

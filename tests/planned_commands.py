@@ -31,8 +31,8 @@ LAPTOP = Machine(Chip("laptop", memory_bytes=16 * GIB), 1, host=True)
 MACHINE = re.compile(r"(?<![\w.-])(?:[a-z][\w-]*:\d+|v\d\w+-\d+)(?![\w-])")
 MAIN = ("experiments.gpt13b_sparse", "experiments.gpt13b_dense")
 STUDIES = (
-    *("coordinate_check", "dense_end", "iso_flop", "omit_features", "sparse_quality"),
-    *("sparse_scaling_law", "step_bench", "task_table"),
+    *("coordinate_check", "dense_end", "density_search", "iso_flop", "omit_features"),
+    *("sparse_quality", "sparse_scaling_law", "step_bench", "task_table"),
 )
 """Experiments that train the dense model of their request, too."""
 GPUS_A_NODE = 8

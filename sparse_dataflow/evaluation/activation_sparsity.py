@@ -1,15 +1,15 @@
 """Activation sparsity without training: small inputs of the projections count as zeros.
 
 TEAL (arXiv 2408.14690, section 4): each input tensor of each layer has a level, the quantile of its
-magnitudes on calibration tokens at the wanted share of zeros. All tensors have the same share here;
-the paper's search for a share of each tensor is left out. Embedding and output layer are not
+magnitudes on calibration tokens at the wanted share of zeros. The share is one number, or one for
+each projection, as `experiments.density_search` chooses it. Embedding and output layer are not
 thresholded.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -45,8 +45,19 @@ LONGEST_WINDOW = 256
 Levels = dict[str, Any]
 """Projection -> float32 [], the largest magnitude of an input that counts as zero."""
 
+Share = float | Mapping[str, float]
+"""Share of the inputs that are to count as zeros, in [0, 1): of all projections, or by projection;
+others have none."""
 
-def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
+
+def share_words(share: Share) -> str:
+    """Returns such as "40% of each projection's inputs", for sentences."""
+    if not isinstance(share, Mapping):
+        return f"{share:.0%} of each projection's inputs"
+    return ", ".join(f"{number:.0%} of the inputs of {name}" for name, number in share.items())
+
+
+def with_thresholds(model: Model, tokens: TokenArray, share: Share) -> Model:
     """Returns the model with a threshold at the inputs of each projection of each layer.
 
     Whatever applies the model's parameters applies the thresholds: scoring and generation on one
@@ -54,10 +65,10 @@ def with_thresholds(model: Model, tokens: TokenArray, share: float) -> Model:
 
     Args:
       tokens: int [tokens], training tokens; windows at equal distances are the calibration set.
-      share: share of the inputs that are to count as zeros, in (0, 1).
+      share: see `Share`.
 
     Raises:
-      UserError: the model has experts.
+      UserError: the model has experts, or not a projection of the share.
     """
     config, groups = model.model, []
     layers = stacks.weights(config, model.weights)
@@ -88,7 +99,7 @@ def input_levels(
     embed: dict,
     layers: Iterable[dict],
     tokens: ArrayLike,
-    share: float,
+    share: Share,
     *,
     attend: Callable = causal_attention,
     positions: ArrayLike | None = None,
@@ -102,12 +113,12 @@ def input_levels(
       embed: parameters of the embedding section.
       layers: `layer_weights` of each layer.
       tokens: int32 [B, T] calibration tokens.
-      share: share of zeros, in (0, 1).
+      share: see `Share`.
       attend: see `gpt.Block`.
       positions: int32 [B, T] positions of the tokens; None is 0 to T - 1.
 
     Raises:
-      UserError: the model has experts.
+      UserError: the model has experts, or not a projection of the share.
     """
     if config.experts:
         raise UserError(
@@ -116,38 +127,43 @@ def input_levels(
         )
     context = BatchContext(None if positions is None else jnp.asarray(positions))
     x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), context)
+    by_name = share if isinstance(share, Mapping) else dict.fromkeys(config.projections, share)
+    config.selected(tuple(by_name), "activation_sparsity")  # Refuses what the model has not.
+    ranks = {
+        name: math.ceil(by_name.get(name, 0.0) * np.size(tokens) * config.projection_shape(name)[0])
+        for name in config.projections
+    }
     levels = []
     for i, layer in enumerate(layers):
         weights = jax.tree.map(jnp.asarray, layer)
-        x, layer_levels = _apply(layer_model(config, i), share, attend, weights, x, context)
+        x, layer_levels = _apply(layer_model(config, i), attend, ranks, weights, x, context)
         levels.append(jax.device_get(layer_levels))
     return levels
 
 
-@functools.partial(jax.jit, static_argnames=("model", "share", "attend"))
-def _apply(model, share, attend, weights, x, context):
+@functools.partial(jax.jit, static_argnames=("model", "attend"))
+def _apply(model, attend, ranks, weights, x, context):
     """Applies a block with its thresholds; returns (output, projection -> level)."""
 
     def threshold(name, x, linear):
         width = model.linear(name).hadamard
-        level = magnitude_quantile(hadamard(x, width) if width else x, share)
+        level = smallest_magnitude(hadamard(x, width) if width else x, ranks[name])
         return level, with_threshold(linear, level)
 
     return observed_block(model, weights, x, threshold, context=context, attend=attend)
 
 
-def magnitude_quantile(x: jax.Array, share: float) -> jax.Array:
-    """Returns the smallest float32 level that at least a share of the magnitudes does not exceed.
+def smallest_magnitude(x: jax.Array, rank: ArrayLike) -> jax.Array:
+    """Returns the smallest float32 level that at least `rank` magnitudes do not exceed.
 
     Bisects the bits of the level, 20 times faster than sorting on a CPU: nonnegative floats are
     ordered as their bits are.
 
     Args:
       x: float array of any shape, in float32 or a narrower dtype.
-      share: in (0, 1].
+      rank: int32 [], from 0, whose level is 0, to the size of `x`.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x).astype(jnp.float32), jnp.int32)
-    rank = math.ceil(share * x.size)
 
     def halve(turn, least):
         """The level has at least the bits of `least`, where fewer than `rank` are below."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.evaluation.activation_sparsity import share_words
 from sparse_dataflow.evaluation.significance import is_share, share_interval
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console, json_files
@@ -229,7 +230,7 @@ def _scores(trained, result):
     if judged["step"] != trained.step:
         return f"They were evaluated after step {judged['step']:,} only, not of these weights."
     if share := result.get("activation_sparsity"):
-        return f"They were evaluated with {share:.0%} of the inputs as zeros only, not exactly."
+        return f"They were evaluated with {share_words(share)} as zeros only, not exactly."
     rows = []
     for row in result["rows"]:
         model = row["models"][trained.variant]

@@ -30,6 +30,7 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
         "qkv:0.25,mlp_in:0.0625": densities by projection; the others are unchanged.
         "qkv:0.5x,mlp_in:1.5x": multiples of the density of the model; the others are unchanged.
         "depth:1.5x,0.5x": multiples for equal parts of the depth, first layers first.
+        "qkv:0.25,depth:1.5x,0.5x": both; multiples are of each projection's density.
 
     Raises:
       UserError: the budget or a projection is unknown, the parts do not divide the layers, or the
@@ -37,22 +38,22 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
     """
     if budget == "uniform" or not _budgeted(model):
         return model
-    by_name = budget != "compute" and not budget.startswith(DEPTH)
-    if model.masked_projections and not by_name:
+    names, by_depth, multiples = f",{budget}".partition(f",{DEPTH}")
+    if model.masked_projections and (by_depth or budget == "compute"):
         raise UserError(
             f"--set sparsity.budget={budget} is for block-sparse weights; legal for masked ones: "
             "uniform, or densities by projection such as mlp_in:0.5."
         )
-    if budget.startswith(DEPTH):
-        return _by_depth(model, budget)
+    densities: Mapping[str, float] = {}
     if budget == "compute":
         densities = _erdos_renyi(model)
-    else:
-        densities = _named(model, budget)
+    elif names:
+        densities = _named(model, names[1:], budget)
     specs = dict(model.linears)
     for name, density in densities.items():
         specs[name] = dataclasses.replace(specs[name], density=density)
-    return dataclasses.replace(model, linears=specs)
+    model = dataclasses.replace(model, linears=specs)
+    return _by_depth(model, multiples, budget) if by_depth else model
 
 
 COMPUTE_TOLERANCE = 0.01
@@ -111,7 +112,7 @@ def _erdos_renyi(model):
 
 def _with_layouts(model, names, densities):
     """Yields the densities of which all these projections have a layout, building one at a time."""
-    return (d for d in densities if all(_has_layout(model, name, d) for name in names))
+    return (d for d in densities if all(has_layout(model, name, d) for name in names))
 
 
 def _proportional(budget, weights, shares):
@@ -131,10 +132,11 @@ def _legal(model, name):
     """Returns the densities for which the pattern of a projection has a layout, ascending."""
     rows, columns = model.projection_shape(name)
     balanced = legal_densities(rows, columns, model.linear(name).block)
-    return [density for density in balanced if _has_layout(model, name, density)]
+    return [density for density in balanced if has_layout(model, name, density)]
 
 
-def _has_layout(model, name, density):
+def has_layout(model: ModelConfig, name: str, density: float) -> bool:
+    """Returns whether the pattern of a projection has a layout of a density."""
     spec, (rows, columns) = model.linear(name), model.projection_shape(name)
     try:
         make_layout(spec.pattern, rows, columns, spec.block, density)
@@ -143,8 +145,8 @@ def _has_layout(model, name, density):
     return True
 
 
-def _by_depth(model, budget):
-    texts = budget.removeprefix(DEPTH).split(",")
+def _by_depth(model, multiples, budget):
+    texts = multiples.split(",")
     multipliers = [_multiplier(text) for text in texts]
     for text, multiplier in zip(texts, multipliers):
         if multiplier <= 0:
@@ -163,11 +165,11 @@ def _by_depth(model, budget):
         spec, density = model.linear(name), model.linear(name).density
         for text, multiplier in zip(texts, multipliers):
             product = density * multiplier
-            if not _has_layout(model, name, product):
+            if not has_layout(model, name, product):
                 legal = _neighbours(_legal(model, name), product)
                 raise UserError(
-                    f"--set sparsity.budget={budget}: {text} of --density={density:g} gives {name} "
-                    f"a density of {product:.4g}, for which {spec.pattern} has no balanced layout; "
+                    f"--set sparsity.budget={budget}: {text} of {density:g} gives {name} a "
+                    f"density of {product:.4g}, for which {spec.pattern} has no balanced layout; "
                     f"nearest legal: {', '.join(f'{value / density:.6g}x' for value in legal)}."
                 )
     by_depth = tuple(value for value in multipliers for _ in range(layers // count))
@@ -194,9 +196,9 @@ def _budgeted(model):
     return (*model.sparse_projections, *model.masked_projections)
 
 
-def _named(model, budget):
+def _named(model, items, budget):
     densities, names = {}, _budgeted(model)
-    for item in budget.split(","):
+    for item in items.split(","):
         name, colon, text = item.partition(":")
         if not colon or name not in model.projections:
             raise UserError(

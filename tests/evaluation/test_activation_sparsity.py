@@ -1,6 +1,7 @@
 """Thresholds reach the share of zeros, and decoding with them agrees with the whole text."""
 
 import dataclasses
+import math
 import pathlib
 
 import jax
@@ -21,7 +22,7 @@ from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.evaluation.activation_sparsity import (
     calibration_windows,
-    magnitude_quantile,
+    smallest_magnitude,
     with_thresholds,
 )
 from sparse_dataflow.evaluation.generate import generate
@@ -34,7 +35,7 @@ WIDE = dataclasses.replace(CONFIGS["dense"], d_ff=256)
 
 SHARE = 0.4
 TOKENS = np.random.default_rng(1).integers(0, 40, 5000, np.int32)
-quantile = jax.jit(magnitude_quantile, static_argnums=1)
+smallest = jax.jit(smallest_magnitude)
 
 
 def random_model(config):
@@ -52,12 +53,14 @@ def random_model(config):
 def test_the_quantile_is_that_of_numpy(x, share):
     expected = np.quantile(np.abs(x), share, method="inverted_cdf")
     # XLA on a CPU counts denormal numbers as zeros.
-    np.testing.assert_allclose(quantile(x, share), expected, atol=1e-37)
+    level = smallest(x, math.ceil(share * x.size))
+    np.testing.assert_allclose(level, expected, atol=1e-37)
 
 
-def test_each_tensor_has_the_share_of_zeros():
+@pytest.mark.parametrize("share", [SHARE, {"qkv": 0.6, "mlp_out": 0.3}], ids=["equal", "by name"])
+def test_each_tensor_has_the_share_of_zeros(share):
     config = CONFIGS["by depth"]
-    model = with_thresholds(random_model(config), TOKENS, SHARE)
+    model = with_thresholds(random_model(config), TOKENS, share)
     tokens = calibration_windows(TOKENS, model.context)
     assert tokens.shape == (1024 // model.context, model.context)
 
@@ -78,7 +81,10 @@ def test_each_tensor_has_the_share_of_zeros():
 
     shares = all_shares(model.params)
     assert [set(layer) for layer in shares] == [set(config.projections)] * config.num_layers
-    np.testing.assert_allclose(jax.tree.leaves(shares), SHARE, atol=2e-3)
+    for layer in shares:
+        for name, zero in layer.items():
+            expected = share if isinstance(share, float) else share.get(name, 0.0)
+            np.testing.assert_allclose(zero, expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("config", [WIDE, CONFIGS["sparse"]], ids=["dense", "sparse"])
@@ -90,6 +96,11 @@ def test_generation_has_the_thresholds_of_the_whole_text(config):
     run = jax.jit(lambda params: whole.logits(config, weights_of(params), text))
     logits = np.asarray(run(model.params))
     assert continuation.tokens == logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_projection_that_the_model_lacks_is_refused():
+    with pytest.raises(UserError, match="names q, which the model does not have; legal: qkv"):
+        with_thresholds(random_model(WIDE), TOKENS, {"q": SHARE})
 
 
 def test_experts_are_refused():

@@ -57,7 +57,7 @@ def test_what_it_stores_is_what_it_tells_scores_and_others_begin_with(job, refus
         ),
         (
             ["--set=sparsity.budget=depth:1.3x,0.7x"],
-            ["1.3x", "--density=0.25", "legal", "1x, 1.5x"],
+            ["1.3x of 0.25", "legal", "1x, 1.5x"],
         ),
     ],
 )

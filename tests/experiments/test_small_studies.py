@@ -52,6 +52,23 @@ def test_a_training_with_a_dense_end_is_compared(job, tmp_path):
 
 
 @pytest.mark.slow
+def test_densities_are_chosen_and_trained(job, tmp_path):
+    size = ("--scale=pico", "--block=16", "--steps=2", "--train=1", "--train_steps=2")
+    levels = ("--densities=0.25,0.5,1", "--budgets=0.5", "--depth=0.5,1.5", "--zeros=0.5")
+    where = (f"--corpus={job.corpus}", f"--out={tmp_path / 'out'}", "--zero_budgets=0.25")
+    done = job.run(*size, *levels, *where, experiment="density_search")
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((tmp_path / "out" / "density_search.json").read_text())
+    choices = kept["choices"]["0.5"]
+    assert [(r["choice"], r["steps"]) for r in kept["trained"]] == [(name, 2) for name in choices]
+    assert "equal density" in choices and len({c["budget"] for c in choices.values()}) > 1
+    assert {each["zeros"] for each in kept["zero_choices"]} == {0.25}
+    page = (tmp_path / "out" / "density_search.md").read_text()
+    assert f"--set sparsity.budget={choices['first']['budget']}" in page
+    assert "behind the best of these" in page
+
+
+@pytest.mark.slow
 def test_pipeline_bubble(job, tmp_path):
     size = ("--stages=2", "--micro_batches=2", "--milliseconds=1", "--rounds=1")
     where = (f"--page={tmp_path / 'page.html'}", f"--keep={tmp_path / 'kept'}")

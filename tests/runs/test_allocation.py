@@ -132,9 +132,11 @@ def test_named_multiples_of_the_density():
         ("depth:", "'' is not a multiple"),
         ("depth:infx,1x", "'infx' is not a multiple"),
         ("depth:1x,2x,1x", "3 parts of the depth, which do not divide 2 layers; legal: 1, 2"),
-        ("depth:1.3x,0.7x", r"1.3x of --density=0.125 gives \w+ a density of 0.1625, .* 1x, 1.5x"),
+        ("depth:1.3x,0.7x", r"1.3x of 0.125 gives \w+ a density of 0.1625, .* 1x, 1.5x"),
+        ("qkv:0.25depth:1x,1x", "'qkv:0.25depth:1x' is not a density in"),
+        ("qkv:0.75,depth:1.5x,0.5x", "1.5x of 0.75 gives qkv a density of 1.125"),
         ("qkv:0.5,qkv:0.25", "names qkv twice; legal: one density for each"),
-        ("depth:9x,1x", r"9x of --density=0.125 gives \w+ a density of 1.125, .*: 8x"),
+        ("depth:9x,1x", r"9x of 0.125 gives \w+ a density of 1.125, .*: 8x"),
     ],
 )
 def test_an_illegal_budget_is_refused(budget, words):
@@ -168,6 +170,14 @@ def test_parts_of_the_depth_have_equal_numbers_of_layers(texts):
         assert layer_linear(allocated, "qkv", layer).density == multiplier / 4
     mean = sum(multipliers) / layers
     assert projection_flops(allocated) == pytest.approx(mean * projection_flops(model))
+
+
+def test_densities_by_name_are_multiplied_by_depth():
+    model = allocate(sparse(), "qkv:0.25,mlp_in:2x,depth:1.5x,0.5x")
+    expected = {"qkv": 1 / 4, "attn_out": 1 / 8, "mlp_in": 1 / 4, "mlp_out": 1 / 8}
+    for layer, multiple in ((0, 1.5), (1, 0.5)):
+        densities = {name: layer_linear(model, name, layer).density for name in PROJECTIONS}
+        assert densities == {name: multiple * each for name, each in expected.items()}
 
 
 def test_the_table_has_layer_groups_and_mean_densities():

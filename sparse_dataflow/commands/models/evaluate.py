@@ -31,7 +31,7 @@ from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.data.token_ids import with_text
 from sparse_dataflow.evaluation import harness, scoring
-from sparse_dataflow.evaluation.activation_sparsity import with_thresholds
+from sparse_dataflow.evaluation.activation_sparsity import share_words, with_thresholds
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
@@ -88,11 +88,11 @@ def evaluated(options) -> dict:
     load_model.refuse_no_model(options.run, "--run")
     for place, _ in others:
         load_model.refuse_no_model(place, "--against")
-    share = options.activation_sparsity
+    share = options.share
     if share and jax.device_count() > 1:
         raise UserError(
-            f"--activation_sparsity={share:g} needs one device, and this process has "
-            f"{jax.device_count()}; legal here: 0."
+            f"--activation_sparsity={options.activation_sparsity} needs one device, and this "
+            f"process has {jax.device_count()}; legal here: 0."
         )
     # Of a name on the hub, everything below reads one commit.
     options = dataclasses.replace(options, run=str(local_folder(options.run)))
@@ -123,7 +123,7 @@ def evaluated(options) -> dict:
     losses = {name: _losses(models[name], held_out, answers, *scorers[name]) for name in models}
     rows, notes = _task_rows(ready, lms, list(models), options, context)
     if share:
-        notes.insert(0, f"The smallest {share:.0%} of each projection's inputs count as zeros.")
+        notes.insert(0, f"The smallest {share_words(share)} count as zeros.")
     return {
         **measurement.provenance(hardware.detect([first.model.compute_dtype]).name),
         "corpus": {"name": corpus.name, "hash": corpus.content_hash},

@@ -27,7 +27,7 @@ from sparse_dataflow.files import json_files, output
 from sparse_dataflow.files.errors import UserError
 
 
-def with_thresholds(trained: Model, share: float) -> Model:
+def with_thresholds(trained: Model, share: activation_sparsity.Share) -> Model:
     """Returns a run's model with thresholds from its training text.
 
     Args:

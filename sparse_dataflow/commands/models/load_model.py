@@ -8,6 +8,7 @@ from sparse_dataflow.core.config.settings import A_SHARE, setting
 from sparse_dataflow.files.errors import UserError
 
 if TYPE_CHECKING:
+    from sparse_dataflow.evaluation.activation_sparsity import Share
     from sparse_dataflow.evaluation.trained import Model
 
 
@@ -16,12 +17,33 @@ class ActivationOptions:
     """The flag of `evaluation.activation_sparsity`; a base of the options of experiments that apply
     a model."""
 
-    activation_sparsity: float = setting(
-        0.0,
-        "Share of each projection's inputs, the smallest, that count as zeros. A CPU that decodes "
-        "one text reads fewer rows of dense weights.",
-        legal=A_SHARE,
+    activation_sparsity: str = setting(
+        "0",
+        "Share of each projection's inputs, the smallest, that count as zeros, or of each a share "
+        "of its own, qkv:0.5,mlp_out:0.3. A CPU that decodes one text reads fewer rows of dense "
+        "weights.",
     )
+
+    @property
+    def share(self) -> "Share":
+        """The shares of zeros; 0.0 or {} for none.
+
+        Raises:
+          UserError: the text is no share, and no shares by projection.
+        """
+        words, is_share = A_SHARE
+        pairs = [item.rpartition(":") for item in self.activation_sparsity.split(",")]
+        try:
+            shares = {name: float(number) for name, _, number in pairs}
+        except ValueError:
+            shares = {}
+        mixed = "" in shares and len(pairs) > 1
+        if mixed or len(shares) < len(pairs) or not all(map(is_share, shares.values())):
+            raise UserError(
+                f"--activation_sparsity={self.activation_sparsity} is not legal: it must be a "
+                f"number {words}, or one for each projection, such as qkv:0.5,mlp_out:0.3."
+            )
+        return shares.get("", {name: share for name, share in shares.items() if share})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,10 @@ def test_ctrl_c_stops_the_text_and_ends_at_the_prompt(converse, end):
     ("flags", "message"),
     [
         (["--run=RUN", "--activation_sparsity=1"], "--activation_sparsity=1 is not legal"),
+        (["--run=RUN", "--activation_sparsity=0.4,qkv:0.5"], "sparsity=0.4,qkv:0.5 is not legal"),
+        (["--run=RUN", "--activation_sparsity=qkv:0.4,qkv:0.5"], "qkv:0.5 is not legal"),
+        (["--run=RUN", "--activation_sparsity=qkv:half"], "=qkv:half is not legal: it must be"),
+        (["--runs=A,B", "--activation_sparsity=qkv:0.4"], "--activation_sparsity is for one"),
         (["--runs=A,B", "--activation_sparsity=0.4"], "--activation_sparsity is for one --run"),
         (["--run=RUN", "--activation_sparsity=0.4"], "RUN is a Hugging Face directory; legal"),
     ],
