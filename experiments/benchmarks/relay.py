@@ -32,8 +32,9 @@ from sparse_dataflow.runs.variants import variant
 from . import benchmark, paired, steps
 
 NOT_MEASURED = "does not fit"
-_UNMEASURED = {"step_seconds": NOT_MEASURED}
-_WHOLE = {"executor": "whole"}
+_UNMEASURED: dict[str, Any] = {"step_seconds": NOT_MEASURED}
+_RELAY: dict[str, Any] = {"executor": "relay"}
+_WHOLE: dict[str, Any] = {"executor": "whole"}
 BERT_LARGE: dict[str, Any] = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
 BERT_VOCABULARY, BERT_SEQUENCE = 30522, 512
 BERT_COLUMNS = (
@@ -122,7 +123,7 @@ def _with_largest_batches(model, training, chip: Chip, options) -> list[dict]:
             model, training, config, chip, options.limit, max(options.batches), options.device_batch
         )
         if how is None:
-            about = {"executor": "relay", "stash": config.stash} if config else _WHOLE
+            about = _RELAY | {"stash": config.stash} if config else _WHOLE
             rows.append(about | {"batch": 1, "planned_device_bytes": need} | _UNMEASURED)
         elif config:
             contenders.append(_relay(model, how, config, chip))
@@ -301,8 +302,7 @@ def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
             **{f"{kind}_seconds": timeline.seconds(spans, kind) for kind in timeline.KINDS},
         }
 
-    planned = {
-        "executor": "relay",
+    planned = _RELAY | {
         "stash": config.stash,
         "compile_seconds": compiled,
         "planned_device_bytes": plan.device_total,
