@@ -11,8 +11,9 @@ last lines say at which difference in loss the scores begin to differ.
     python -m experiments.task_table --models=dense=A:dense,dense=B:dense,sparse=A,sparse=B
 
 A name that stands several times in --models has that many seeds, and the k-th dense model is
-compared with the k-th of the others.  Leaves OUT/task_table.json and OUT/task_table.md; the same
-command goes on where it was stopped.  Needs the extra eval.
+compared with the k-th of the others.  Leaves OUT/task_table.json and OUT/task_table.md, and the
+scores of a seed in the report of its dense model; the same command goes on where it was stopped.
+Needs the extra eval.
 """
 
 import dataclasses

@@ -25,17 +25,22 @@ from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.relay import timeline
 from sparse_dataflow.relay.host_state import fresh_state
 from sparse_dataflow.relay.relay import Relay, RelayConfig
+from sparse_dataflow.runs.parallel import STASHES
 from sparse_dataflow.runs.run_config import SIZES
 from sparse_dataflow.runs.variants import variant
 
 from . import benchmark, paired, steps
 
 NOT_MEASURED = "does not fit"
+_UNMEASURED: dict[str, Any] = {"step_seconds": NOT_MEASURED}
+_RELAY: dict[str, Any] = {"executor": "relay"}
+_WHOLE: dict[str, Any] = {"executor": "whole"}
 BERT_LARGE: dict[str, Any] = {"num_layers": 24, "d_model": 1024, "num_heads": 16, "d_ff": 4096}
 BERT_VOCABULARY, BERT_SEQUENCE = 30522, 512
 BERT_COLUMNS = (
-    "executor", "stash", "batch", "device_bytes", "planned_device_bytes", "step_seconds",
-    "tokens_per_second", "over_whole", "hidden_transfer",
+    "executor", "stash", "batch", "micro_batches", "device_bytes", "planned_device_bytes",
+    "step_seconds", "tokens_per_second", "over_whole", "over_whole_low", "over_whole_high",
+    "hidden_transfer",
 )  # fmt: skip
 DEPTH_COLUMNS = (
     "layers", "compile_seconds", "device_bytes", "planned_device_bytes", "step_seconds",
@@ -81,25 +86,96 @@ def bert_large(request: Request, options) -> None:
             model, **BERT_LARGE, max_len=BERT_SEQUENCE, vocab_size=BERT_VOCABULARY
         )
     model = dataclasses.replace(model, remat="full")
+    training = dataclasses.replace(training, sequence=min(model.max_len, BERT_SEQUENCE))
+    if options.limit:
+        name, rows = "relay_equal_memory", _with_largest_batches(model, training, chip, options)
+    else:
+        name, rows = "relay_bert_large", _with_equal_batches(model, training, chip, options)
+    result = {"device_memory": options.limit, "rows": rows}
+    measurement.keep(options.keep, f"{name}_{chip.name}", chip.name, [result])
+
+
+def _with_equal_batches(model, training, chip: Chip, options) -> list[dict]:
+    """Returns the rows of each batch of `options.batches`, of each stash beside `whole`."""
     rows = []
     for batch in sorted(options.batches):
-        micro_batches = max(1, batch // options.device_batch)
-        how = dataclasses.replace(
-            training,
-            batch=batch // micro_batches * micro_batches,
-            micro_batches=micro_batches,
-            sequence=min(model.max_len, BERT_SEQUENCE),
-        )
-        for stash in ("device", "host"):
+        how = with_batch(training, batch, options.device_batch)
+        for stash in STASHES:
             config = RelayConfig(stash, options.clipping)
             relay, whole = _relay(model, how, config, chip), _whole(model, how, chip)
             if isinstance(whole, Contender):
-                rows += _in_turns(model, how, chip, [relay, whole], options.steps)
+                rows += _in_turns(model, chip, [relay, whole], options.steps)
             else:
-                rows += [*_in_turns(model, how, chip, [relay], options.steps), whole]
+                rows += [*_in_turns(model, chip, [relay], options.steps), whole]
             del relay, whole
         print(_table(rows[-4:], BERT_COLUMNS), flush=True)
-    measurement.keep(options.keep, f"relay_bert_large_{chip.name}", chip.name, [{"rows": rows}])
+    return rows
+
+
+def _with_largest_batches(model, training, chip: Chip, options) -> list[dict]:
+    """Returns a row of each stash and of `whole`, each at its largest batch within the limit.
+
+    `whole` runs its batch in one micro-batch.
+    """
+    contenders, rows = [], []
+    for config in (*(RelayConfig(stash, options.clipping) for stash in STASHES), None):
+        how, need = largest_batch(
+            model, training, config, chip, options.limit, max(options.batches), options.device_batch
+        )
+        if how is None:
+            about = _RELAY | {"stash": config.stash} if config else _WHOLE
+            rows.append(about | {"batch": 1, "planned_device_bytes": need} | _UNMEASURED)
+        elif config:
+            contenders.append(_relay(model, how, config, chip))
+        else:
+            contenders.append(_compiled_whole(model, how, need))
+    if contenders:
+        rows = _in_turns(model, chip, contenders, options.steps) + rows
+    print(_table(rows, BERT_COLUMNS), flush=True)
+    return rows
+
+
+def largest_batch(
+    model: ModelConfig,
+    training: TrainingConfig,
+    config: RelayConfig | None,
+    chip: Chip,
+    limit: int,
+    most: int,
+    device_batch: int,
+) -> tuple[TrainingConfig | None, int]:
+    """Returns the training with the largest batch that a device holds by the plan, and its bytes.
+
+    Args:
+      config: of the relay; None for the whole executor, whose batch is one micro-batch.
+      limit: bytes of the device.
+      most: sequences of the largest batch.
+      device_batch: sequences of the relay's micro-batches.
+
+    Returns:
+      (training, bytes); if no batch fits, (None, bytes of one sequence).
+    """
+    need = 0
+    sizes = range(most, 0, -1)
+    batches = [with_batch(training, size, device_batch if config else size) for size in sizes]
+    for how in dict.fromkeys(batches):  # Several sizes may leave out the same sequences.
+        if config:
+            need = relay_plan.estimate(model, how, config, chip).device_total
+        else:
+            need = _whole_bytes(model, how, chip)
+        if need <= limit:
+            return how, need
+    return None, need
+
+
+def with_batch(training: TrainingConfig, batch: int, device_batch: int) -> TrainingConfig:
+    """Returns the training in equal micro-batches of at least `device_batch` sequences.
+
+    A smaller batch is one micro-batch.  Sequences that do not divide are left out.
+    """
+    micro_batches = max(1, batch // device_batch)
+    batch = batch // micro_batches * micro_batches
+    return dataclasses.replace(training, batch=batch, micro_batches=micro_batches)
 
 
 def fifty_billion(options) -> None:
@@ -171,11 +247,13 @@ class Contender(NamedTuple):
     """A compiled training step, and what is known of it.
 
     Attributes:
+      training: batch, micro-batches and sequence.
       step: trains one step.
       planned: fields of its row that are known before it runs.
       measured: returns the fields that are known after it ran.
     """
 
+    training: TrainingConfig
     step: Callable[[], StepReport]
     planned: dict[str, Any]
     measured: Callable[[], dict[str, Any]]
@@ -224,40 +302,47 @@ def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
             **{f"{kind}_seconds": timeline.seconds(spans, kind) for kind in timeline.KINDS},
         }
 
-    planned = {
-        "executor": "relay",
+    planned = _RELAY | {
         "stash": config.stash,
         "compile_seconds": compiled,
         "planned_device_bytes": plan.device_total,
         "planned_host_bytes": plan.host_total,
     }
-    return Contender(step, planned, measured)
+    return Contender(training, step, planned, measured)
 
 
 def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> dict:
     """One row of the relay alone; its device memory is the runtime's own peak if it reports one."""
-    (row,) = _in_turns(model, training, chip, [_relay(model, training, config, chip)], count)
+    (row,) = _in_turns(model, chip, [_relay(model, training, config, chip)], count)
     return row | {"device_bytes": _peak_bytes() or row["device_bytes"]}
 
 
 def _whole(model, training, chip: Chip) -> Contender | dict:
     """Compiles the whole executor; a row that says NOT_MEASURED where the device is too small."""
-    plan = plan_memory.training_bytes(model, training).total
-    row = {"executor": "whole", "planned_device_bytes": plan}
+    plan = _whole_bytes(model, training, chip)
     if chip.memory_bytes is not None and plan > chip.memory_bytes * memory.USABLE:
-        return row | {"step_seconds": NOT_MEASURED, "batch": training.batch}
+        return _WHOLE | {"batch": training.batch, "planned_device_bytes": plan} | _UNMEASURED
+    return _compiled_whole(model, training, plan)
+
+
+def _whole_bytes(model, training, chip: Chip) -> int:
+    """Returns the bytes on the device by the plan."""
+    fused = memory.runs_fused(model, chip, chip.name not in chips.KNOWN)
+    return plan_memory.training_bytes(model, training, fused).total
+
+
+def _compiled_whole(model, training, plan: int) -> Contender:
     step = steps.compiled_step(model, training, steps.random_tokens(model, training))
-    row["compile_seconds"] = step.compile_seconds
-    return Contender(step.run, row, lambda: {"device_bytes": step.step_bytes})
+    planned = {"planned_device_bytes": plan, "compile_seconds": step.compile_seconds}
+    measured = {"device_bytes": step.step_bytes}
+    return Contender(training, step.run, _WHOLE | planned, lambda: measured)
 
 
-def _in_turns(
-    model, training, chip: Chip, contenders: Sequence[Contender], count: int
-) -> list[dict]:
+def _in_turns(model, chip: Chip, contenders: Sequence[Contender], count: int) -> list[dict]:
     """Returns a row for each contender, after one untimed step each.
 
     They step in turns, so that all see the same load of the machine. Rows but the last have the
-    ratio of their seconds to those of the last, by rounds.
+    ratio of their seconds a token to those of the last, by rounds.
     """
     losses: list[list[float]] = [[float(each.step().loss)] for each in contenders]
     seconds: list[list[float]] = [[] for _ in contenders]
@@ -266,14 +351,17 @@ def _in_turns(
             start = time.perf_counter()
             losses[number].append(float(each.step().loss))
             seconds[number].append(time.perf_counter() - start)
-    flops = cost.flops_per_token(model, training.sequence).total
+    tokens = [each.training.batch * each.training.sequence for each in contenders]
+    a_token = [np.array(each) / size for each, size in zip(seconds, tokens, strict=True)]
     rows = []
     for number, each in enumerate(contenders):
         median = float(np.median(seconds[number]))
-        speed = training.batch * training.sequence / median
+        speed = tokens[number] / median
+        flops = cost.flops_per_token(model, each.training.sequence).total
         row = each.planned | {
             "layers": model.num_layers,
-            "batch": training.batch,
+            "batch": each.training.batch,
+            "micro_batches": each.training.micro_batches,
             "stored_parameters": cost.parameter_count(model),
             "step_seconds": median,
             "tokens_per_second": speed,
@@ -283,7 +371,7 @@ def _in_turns(
         }
         if number + 1 < len(contenders):
             name = f"over_{contenders[-1].planned['executor']}"
-            row |= paired.paired_ratio(np.array(seconds[number]), np.array(seconds[-1]), name)
+            row |= paired.paired_ratio(a_token[number], a_token[-1], name)
         rows.append(row | each.measured())
     return rows
 

@@ -26,6 +26,7 @@ from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
+from sparse_dataflow.interchange import load
 from sparse_dataflow.runs.run_config import VARIANTS, RunConfig
 
 from . import study
@@ -46,7 +47,8 @@ METHOD = (
 )
 
 Place = tuple[str, str]
-"""Run folder or Hugging Face directory, and the variant in it; "" where it has one model."""
+"""Run folder or Hugging Face directory, and the variant in it; "" where it has one model, or where
+--models names none."""
 
 
 def run(request: Request, options) -> int:
@@ -70,6 +72,7 @@ def run(request: Request, options) -> int:
         config = config.change(training__steps=options.steps, run__twin="narrow")
         study.keep_settings(folder, config, OWNER)
     else:
+        seeds = [{name: _resolved(name, place) for name, place in each.items()} for each in seeds]
         folders.claim(folder, OWNER)
     with FolderLock(folder):
         if seeds is None:
@@ -113,6 +116,22 @@ def given(models: str) -> list[dict[str, Place]] | None:
         shown = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise UserError(f"--models has {shown}; give each name as many seeds as {BASELINE}.")
     return [{name: by_name[name][k] for name in by_name} for k in range(counts[BASELINE])]
+
+
+def _resolved(name: str, place: Place) -> Place:
+    """The place with its variant: that of the name, where the run has several and none is given.
+
+    Raises:
+      UserError: the run has several models, and none of the name.
+    """
+    folder, variant = place
+    has = load.variants(folder)
+    if variant or len(has) == 1:
+        return place
+    if name not in has:
+        legal = ", ".join(f"{name}={folder}:{each}" for each in has)
+        raise UserError(f"--models={name}={folder} does not say which model; legal: {legal}.")
+    return folder, name
 
 
 def _trained(config: RunConfig, options, folder: Path) -> tuple[list[dict[str, Place]], int]:
@@ -178,6 +197,7 @@ def _evaluated(places: Mapping[str, Place], options, folder: Path, seed: int) ->
         items=options.items,
     )
     result = evaluate.evaluated(flags)
+    evaluate.keep(place, result)
     names = dict(zip(result["models"], places))
     rows = []
     for row in result["rows"]:

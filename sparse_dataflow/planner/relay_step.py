@@ -57,6 +57,8 @@ class RelayEstimate:
       overlaps: whether updates overlap with compute, as with eager clipping.
       micro_batches: smallest number of micro-batches of this size at which the forward pass of a
         block takes as long as fetching the next block; None if a rate is unknown.
+      hidden_transfer: fraction in [0, 1] of the time of transfers that overlaps with compute; None
+        if a rate is unknown.
     """
 
     device: dict[str, int]
@@ -71,6 +73,7 @@ class RelayEstimate:
     step_seconds: float | None
     overlaps: bool
     micro_batches: int | None
+    hidden_transfer: float | None
 
     @property
     def device_total(self) -> int:
@@ -106,8 +109,9 @@ class RelayEstimate:
         if self.step_seconds:
             lines.append(
                 f"a step of {self.step_seconds:,.3g} s computes {self.compute_seconds:,.3g} s, "
-                f"transfers {self.transfer_seconds:,.3g} s and {update}; transfers overlap with "
-                f"compute from {self.micro_batches} micro-batches on"
+                f"transfers {self.transfer_seconds:,.3g} s and {update}; "
+                f"{self.hidden_transfer:.0%} of the transfers overlap with compute; fetches of "
+                f"blocks overlap from {self.micro_batches} micro-batches on"
             )
         else:
             lines.append(f"a step {update}")
@@ -225,6 +229,7 @@ def estimate(
         step_seconds=times.step,
         overlaps=overlaps,
         micro_batches=fewest,
+        hidden_transfer=times.hidden,
     )
 
 

@@ -141,6 +141,8 @@ class Times(NamedTuple):
       compute: of the device.
       forward: of the blocks' forward passes.
       step: of all, with what hides what.
+      hidden: fraction in [0, 1] of the time of transfers that overlaps with compute, as of
+        `relay.timeline.hidden_share`.
     """
 
     fetch_rate: float | None
@@ -148,6 +150,7 @@ class Times(NamedTuple):
     compute: float | None
     forward: float | None
     step: float | None
+    hidden: float | None
 
 
 def times(
@@ -167,11 +170,11 @@ def times(
     compute = sum(device) if device else None
     forward = device[1] if device else None
     if link is None:
-        return Times(None, None, compute, forward, None)
+        return Times(None, None, compute, forward, None, None)
     fetched = 2 * (traffic.blocks + traffic.ends) - traffic.last + traffic.stashed
     transfer = max(fetched / link, traffic.returned / RETURN_RATE)
     if device is None:
-        return Times(link, transfer, None, None, None)
+        return Times(link, transfer, None, None, None, None)
     head, forward, backward = device
     fetching = 1 / link + host.narrowing / host.compute  # Of a byte.
     behind = [backward, host.returning(traffic.block_parameters)]
@@ -185,4 +188,20 @@ def times(
     # Nothing hides the fetch of the first block, of the embedding, and of the head.
     exposed += (traffic.last + 2 * traffic.ends) * fetching
     step = max(forward, traffic.blocks * fetching) + head + max(behind) + exposed
-    return Times(link, transfer, compute, forward, step)
+    hidden = _hidden_share(forward, backward, traffic, host.compute, link)
+    return Times(link, transfer, compute, forward, step, hidden)
+
+
+def _hidden_share(forward, backward, traffic, compute_bytes, link):
+    """Returns `Times.hidden`.
+
+    The forward pass hides fetches, and the backward pass fetches and returns.  Nothing hides the
+    first fetch and the last return of a block, and the transfers of embedding and head.
+    """
+    following = (traffic.blocks - traffic.last) / link
+    last_return = traffic.last / RETURN_RATE
+    returned = traffic.block_parameters * compute_bytes / RETURN_RATE - last_return
+    behind = max(following + traffic.stashed / link, returned)  # Both directions at the same time.
+    exposed = (traffic.last + 2 * traffic.ends) / link + last_return
+    exposed += traffic.end_parameters * compute_bytes / RETURN_RATE
+    return (min(forward, following) + min(backward, behind)) / (following + behind + exposed)

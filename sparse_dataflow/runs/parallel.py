@@ -156,13 +156,24 @@ class ParallelConfig(Readable):
         Raises:
           UserError: it is no number of bytes.
         """
-        if not self.memory_limit:
-            return None
-        match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)(GiB|MiB)?", self.memory_limit)
-        size = float(match[1]) * {"GiB": 2**30, "MiB": 2**20, None: 1}[match[2]] if match else 0
-        if not 1 <= size <= MOST_BYTES:
-            raise UserError(
-                f"parallel.memory_limit={shown(self.memory_limit)} is not legal; legal: bytes "
-                f"from 1 to {MOST_BYTES:g}, as in 16GiB, 512MiB or 16e9."
-            )
-        return int(size)
+        limit = self.memory_limit
+        return byte_count(limit, "parallel.memory_limit") if limit else None
+
+
+def byte_count(text: str, name: str) -> int:
+    """Returns the bytes that a text such as 16GiB, 512MiB or 16e9 names.
+
+    Args:
+      name: name of the setting, for the error.
+
+    Raises:
+      UserError: it is no number of bytes.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*(?:e\d+)?)(GiB|MiB)?", text)
+    size = float(match[1]) * {"GiB": 2**30, "MiB": 2**20, None: 1}[match[2]] if match else 0
+    if not 1 <= size <= MOST_BYTES:
+        raise UserError(
+            f"{name}={shown(text)} is not legal; legal: bytes from 1 to {MOST_BYTES:g}, as in "
+            "16GiB, 512MiB or 16e9."
+        )
+    return int(size)

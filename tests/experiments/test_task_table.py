@@ -29,7 +29,15 @@ def test_models_of_a_run_in_one_table(job, copy, tmp_path, monkeypatch, capsys):
     for row, line in zip(evaluation["rows"][1:], table["rows"]):
         for name, score in line["scores"].items():
             assert score == pytest.approx(row["models"][name]["value"])
+    # The report of the run has the scores with their paired differences.
+    in_run = json.loads((copy / "evaluation.json").read_text())
+    assert list(in_run["models"]) == ["dense", "sparse"]
+    for row, again in zip(evaluation["rows"], in_run["rows"], strict=True):
+        assert again["models"] == row["models"] and "difference" in again["paired"]["sparse"]
+    assert 'id="evaluation"' in (copy / "report.html").read_text()
     assert "| brackets | 0 | 33% |" in (tmp_path / "table" / "task_table.md").read_text()
+    assert exit_status(task_table, f"--models=dense={copy},mine={copy}", "--out=two") == 2
+    assert f"legal: mine={copy}:sparse, mine={copy}:dense" in capsys.readouterr().err
     # The same command scores nothing again; a file of someone else stays.
     before = (tmp_path / "table" / "evaluation_0.json").stat().st_mtime_ns
     capsys.readouterr()

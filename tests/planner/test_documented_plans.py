@@ -82,6 +82,30 @@ def test_the_relay_on_an_h200():
     assert f"| {milliseconds} ms, {row['device_bytes'] / GIB:.1f} GiB |" in line
 
 
+@pytest.mark.parametrize("row", range(5))
+def test_hidden_transfers_on_an_h200_are_those_of_the_plan(row):
+    models = [("13b", 1 / 8, {}), ("1.3b", 1.0, {}), *[("1.3b", 1 / 8, {})] * 2]
+    scale, density, changes = [*models, ("1.3b", 1 / 8, {"num_layers": 4})][row]
+    model = named_model(scale, density, block=128, dtype="bfloat16")
+    model = dataclasses.replace(model, **changes)
+    page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    lines = page[page.index("| model | `parallel.stash` |") :].split("\n\n")[0].splitlines()[2:]
+    _, stash, *cells, enough = [cell.strip() for cell in lines[row].strip("| ").split("|")]
+
+    def hidden(sequences):
+        training = TrainingConfig(batch=sequences, sequence=2048, micro_batches=sequences // 2)
+        how = {"stash": stash, "clipping": "eager", "fused_attention": True}
+        step = relay_step.estimate(model, training, chip=CHIPS["h200"], **how)
+        return step.hidden_transfer
+
+    assert cells == [f"{hidden(sequences):.0%}" for sequences in (8, 16, 32)]
+    if enough == "never":
+        assert hidden(2**12) < 0.8
+    else:
+        sequences = int(enough.replace(",", "")) // 2048
+        assert hidden(sequences) >= 0.8 > hidden(sequences - 2)
+
+
 def test_measured_steps_beside_predicted_ones():
     page = table("planning.md", "step, full remat | measured | predicted")
     for file, scale, rows, chip in (

@@ -62,8 +62,21 @@ def evaluate(options) -> None:
     """
     result = evaluated(options)
     output.print_text(evaluation_report.text(result))
+    keep(options.run, result)
+
+
+def keep(place: str, result: dict) -> None:
+    """Writes evaluation.json beside the first model, and its table into the report of its run.
+
+    Args:
+      place: run folder, Hugging Face directory, or its name on the hub, of the first model.
+      result: of `evaluated`.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
     first = next(iter(result["models"].values()))
-    folder = _folder_of_results(options.run) or Path(first["run"])
+    folder = _folder_of_results(place) or Path(first["run"])
     say(f"kept in {evaluation_report.keep(folder, result)}")
     report = evaluation_report.add_to_report(folder, result)
     if report or _record(first["run"]):
