@@ -104,9 +104,10 @@ def ranked(
             rise += np.array(
                 [sum(curves[name, part](d * m) for part, m in enumerate(depth)) for d in each]
             )[at]
-        for at in np.flatnonzero((spent <= budget * (1 + 1e-9)) & (spent >= budget * SPENT)):
-            densities = {name: d[i] for name, d, i in zip(costs, levels, index[:, at])}
-            result.append(Choice(densities, depth, float(spent[at] / budget), float(rise[at])))
+        for number in np.flatnonzero((spent <= budget * (1 + 1e-9)) & (spent >= budget * SPENT)):
+            densities = {name: d[i] for name, d, i in zip(costs, levels, index[:, number])}
+            share, sum_of_rises = float(spent[number] / budget), float(rise[number])
+            result.append(Choice(densities, depth, share, sum_of_rises))
     return sorted(result, key=lambda choice: choice.rise)
 
 

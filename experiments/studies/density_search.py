@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,16 @@ class Measurement:
         self._eval = jax.jit(make_eval_step(teacher.model))
         self._windows = data.validation
         self._whole = self.loss(teacher.params, data.validation)
+        self._folder = where / "rises"
+        self._folder.mkdir(exist_ok=True)
+        self._saved = study.read_result(self._folder) or {}
+
+    def _once(self, key: str, loss: Callable[[], float]) -> float:
+        """Returns the rise to a loss, measured once for the folder."""
+        if key not in self._saved:
+            self._saved[key] = loss() - self._whole
+            study.keep_result(self._folder, self._saved)
+        return self._saved[key]
 
     def loss(self, params: Any, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
@@ -227,7 +237,10 @@ class Measurement:
             if stop():
                 return None
             rises[name, part] = {
-                density: self.pruned(name, space.parts[part], density, space.block)
+                density: self._once(
+                    f"{name}, part {part + 1}, density {density:g}",
+                    functools.partial(self.pruned, name, space.parts[part], density, space.block),
+                )
                 for density in space.densities
                 if density < 1
             }
@@ -236,7 +249,7 @@ class Measurement:
         return rises
 
     def pruned(self, name: str, layers: range, density: float, block: int) -> float:
-        """Returns the rise with a projection of some layers alone at a density."""
+        """Returns the loss with a projection of some layers alone at a density."""
         config = self.model.model
         target = Target.balanced(config.projection_shape(name), block, density, 1)
 
@@ -248,7 +261,7 @@ class Measurement:
         weights = HeldLayers(self.model.weights)
         pairs = pruned_layers(config, weights, self._batches, (name,), kernel)
         blocks = as_params((layer for _, layer in pairs), config.num_layers)
-        return self.loss({**self.model.params, "blocks": blocks}, self._windows) - self._whole
+        return self.loss({**self.model.params, "blocks": blocks}, self._windows)
 
     def zeros(self, options: Any, held_out: EvalBatches) -> tuple[dict, str, list[dict]]:
         """Chooses the share of zeros of each projection's inputs.
@@ -261,10 +274,16 @@ class Measurement:
         kept = sorted({1.0, *(1 - share for share in (*options.zeros, *options.zero_budgets))})
         costs = {name: {d: flops[name] * d for d in kept} for name in config.projections}
         rises = {
-            (name, 0): {d: self._zeroed({name: 1 - d}, self._windows) - self._whole
-                        for d in kept if d < 1}
+            (name, 0): {
+                density: self._once(
+                    f"{name}, zeros {1 - density:g}",
+                    functools.partial(self._zeroed, {name: 1 - density}, self._windows),
+                )
+                for density in kept
+                if density < 1
+            }
             for name in config.projections
-        }  # fmt: skip
+        }
         whole, records = self.loss(params, held_out), []
         for share in options.zero_budgets:
             budget = sum(prices[1 - share] for prices in costs.values())

@@ -1,7 +1,6 @@
 """Densities by projection and depth: the measured rises, and the choice of the least sum."""
 
 import itertools
-import pathlib
 import types
 
 import jax
@@ -134,7 +133,7 @@ def test_the_first_choice_is_compared_with_four_others():
 
 
 @pytest.fixture
-def measurement(monkeypatch):
+def measurement(monkeypatch, tmp_path):
     """A measurement of a model whose mlp_in is stored in blocks in its second layer already."""
     config, rng = DENSE, np.random.default_rng(0)
     training = preset("pico").change(training__sequence=16, training__batch=4).training
@@ -148,14 +147,21 @@ def measurement(monkeypatch):
     tokenizer = types.SimpleNamespace(content_hash="")
     dense = types.SimpleNamespace(training=training)
     fake = types.SimpleNamespace(tokenizer=tokenizer)
-    return density_search.Measurement(fake, dense, data, pathlib.Path())
+    return density_search.Measurement(fake, dense, data, tmp_path)
 
 
 def test_pruning_to_the_blocks_that_a_weight_has_costs_nothing(measurement):
-    there = measurement.pruned("mlp_in", range(1, 2), 0.5, 8)
-    elsewhere = measurement.pruned("mlp_in", range(1), 0.5, 8)
+    whole = measurement.loss(measurement.model.params, measurement._windows)
+    there = measurement.pruned("mlp_in", range(1, 2), 0.5, 8) - whole
+    elsewhere = measurement.pruned("mlp_in", range(1), 0.5, 8) - whole
     assert abs(there) < 1e-4 < 1e-3 < abs(elsewhere)
-    assert measurement.pruned("mlp_in", range(0), 0.5, 8) == pytest.approx(0, abs=1e-5)
+    assert measurement.pruned("mlp_in", range(0), 0.5, 8) == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_rise_is_measured_once(measurement, tmp_path):
+    first = measurement._once("qkv", lambda: measurement._whole + 0.5)
+    assert measurement._once("qkv", lambda: 0.0) == first == pytest.approx(0.5)
+    assert study.read_result(tmp_path / "rises") == {"qkv": first}
 
 
 def test_no_zeros_cost_nothing_and_a_projections_zeros_are_its_own(measurement):
