@@ -6,6 +6,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from eight_devices import on_eight_devices
 from marks import some
 
 from experiments.studies import study
@@ -142,6 +143,11 @@ def test_a_resumed_run_makes_the_same_cuts(tmp_path, stop):
         not np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(whole_run), jax.tree.leaves(by_norm))
     )
+
+
+def test_a_fit_reads_its_rows_of_batches_on_a_mesh():
+    equal = on_eight_devices("pruning/placed_batches.py")
+    assert equal and all(equal.values())
 
 
 @pytest.mark.slow

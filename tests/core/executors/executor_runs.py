@@ -492,8 +492,8 @@ def move(name, texts):
 def evolve(name, texts):
     """Runs a training whose layouts or model change; returns errors as `compare`.
 
-    `name` is the method, with "+depth" for a density that varies with depth, "+llama" for the model
-    of that name, or "+rebuild" for cuts that are fitted.
+    `name` is the method, with "+depth" for a density that varies with depth, or "+llama" for the
+    model of that name.
     """
     method, _, option = name.partition("+")
     dense = method in ("gradual", "sparse_to_dense")
@@ -511,8 +511,6 @@ def evolve(name, texts):
         model, steps, at = DENSE, 12, 0.9
     training = TrainingConfig(steps, BATCH, SEQUENCE, learning_rate=1e-3)
     evolution = EvolutionConfig(method, every=2, at=at, row_shards=4 if option == "llama" else 2)
-    if option == "rebuild":
-        evolution = dataclasses.replace(evolution, prune_by="rebuild")
     text = np.random.default_rng(0).integers(0, 48, 3000).astype(np.uint16)
 
     def run(executor):
@@ -520,17 +518,13 @@ def evolve(name, texts):
         held_out = EvalBatches(text[:400], BATCH, SEQUENCE, 16, rows)
         batches = TrainBatches(text, BATCH, SEQUENCE, rows=rows)
         data = TrainingData(batches, held_out, 1, held_out, 1, "none")
+        specs, change = phase_specs(model, evolution), change_of(evolution, training)
         programs = compile_programs(
-            phase_specs(model, evolution),
-            training,
-            data,
-            evolution,
-            executor=executor,
-            change=change_of(evolution, training),
+            specs, training, data, evolution, executor=executor, change=change
         )
         with tempfile.TemporaryDirectory() as folder:
             variant = Variant("sparse", model, training, evolution)
-            usual = hooks.usual(3, 3, change=change_of(evolution, training, 2))
+            usual = hooks.usual(3, 3, change=change)
             trainer = Trainer(
                 variant,
                 Path(folder),

@@ -239,8 +239,6 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
             ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
             ("omit_features", "on:2,stage:2/0/1/1f1b/1", "on:4,fsdp:2,tensor:2/3/1"),
             ("omit_features", "on:2,feature:2/0/1", "relay/device/1"),
-            # Each process fits to its rows of batches that devices have parts and copies of.
-            ("gradual+rebuild", "on:4,fsdp:2,tensor:2/3/1"),
         ],
         at_night=[
             *((method, "on:4,feature:2,fsdp:2/3/1") for method in ("gradual", "sparse_to_dense")),
