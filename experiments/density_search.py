@@ -31,7 +31,7 @@ SHARED = ("scale", "corpus", "batch", "learning_rate", "pattern", "block")
 DEFAULTS = {"scale": "pico", "pattern": "random"}
 """The pattern has a layout of every balanced density."""
 
-BELOW_ONE = ("in (0, 1)", lambda number: 0 < number < 1)
+INNER_SHARE = ("in (0, 1)", lambda number: 0 < number < 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Options:
     """The flags of its own."""
 
     budgets: tuple[float, ...] = setting(
-        (0.25, 0.5), "Densities whose cost is the budget.", legal=BELOW_ONE
+        (0.25, 0.5), "Densities whose cost is the budget.", legal=INNER_SHARE
     )
     densities: tuple[float, ...] = setting(
         (0.125, 0.25, 0.375, 0.5, 0.75, 1.0),
@@ -54,10 +54,10 @@ class Options:
     zeros: tuple[float, ...] = setting(
         (0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
         "Shares of a projection's inputs as zeros, which are measured; none chooses none.",
-        legal=BELOW_ONE,
+        legal=INNER_SHARE,
     )
     zero_budgets: tuple[float, ...] = setting(
-        (0.4, 0.5), "Shares of zeros of all inputs whose saving is the budget.", legal=BELOW_ONE
+        (0.4, 0.5), "Shares of zeros of all inputs whose saving is the budget.", legal=INNER_SHARE
     )
     hardware: str = setting(
         "",

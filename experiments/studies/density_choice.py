@@ -66,10 +66,12 @@ def curve(rises: Mapping[float, float]) -> Callable[[float], float]:
     return lambda density: float(np.interp(math.log(density), np.log(densities), falling))
 
 
-def profiles(parts: int, multiples: Iterable[float]) -> list[tuple[float, ...]]:
+def profiles(thirds: int, multiples: Iterable[float]) -> list[tuple[float, ...]]:
     """Returns the multiples of each part of the depth whose mean is 1, equal ones first."""
-    found = itertools.product(multiples, repeat=parts)
-    return list(dict.fromkeys([(1.0,) * parts, *(m for m in found if math.isclose(sum(m), parts))]))
+    products = itertools.product(multiples, repeat=thirds)
+    return list(
+        dict.fromkeys([(1.0,) * thirds, *(m for m in products if math.isclose(sum(m), thirds))])
+    )
 
 
 def ranked(
@@ -102,7 +104,7 @@ def ranked(
         for name, each, at in zip(costs, levels, index):
             spent += np.array([costs[name][d] for d in each])[at]
             rise += np.array(
-                [sum(curves[name, part](d * m) for part, m in enumerate(depth)) for d in each]
+                [sum(curves[name, third](d * m) for third, m in enumerate(depth)) for d in each]
             )[at]
         for number in np.flatnonzero((spent <= budget * (1 + 1e-9)) & (spent >= budget * SPENT)):
             densities = {name: d[i] for name, d, i in zip(costs, levels, index[:, number])}

@@ -47,7 +47,7 @@ VARIED = (
 )
 """What choices set, as `study.prepare` takes it, and what pruning alone does not have."""
 
-MOST_PARTS = 3
+MOST_THIRDS = 3
 WINDOWS, BATCHES = 512, 8
 """Tuning windows of a measurement, and training batches that weights are fitted to."""
 
@@ -63,11 +63,11 @@ def run(request: Request, options: Any) -> int:
     """
     folder = Path(options.out)
     folders.refuse_foreign(folder, OWNER)
-    here = options.hardware == "this"
-    chip = chips.lookup(options.hardware) if options.hardware and not here else None
+    this_chip = options.hardware == "this"
+    chip = chips.lookup(options.hardware) if options.hardware and not this_chip else None
     base = study.prepare(request, VARIED, {"training.steps": options.train_steps}, tuned=True)
     base.config.model.refuse_experts("A choice of densities", "equal densities")
-    space = Space(base, options, base.chip if here else chip)
+    space = Space(base, options, base.chip if this_chip else chip)
     dense = base.variant("dense").with_steps(options.steps)
     memory_check.refuse_too_large(base.config, [dense], base.chip.memory_bytes)
     study.keep_settings(folder, base.config, OWNER)
@@ -127,7 +127,7 @@ class Space:
     Attributes:
       densities: ascending, those of the budgets too.
       costs: projection -> density -> forward FLOPs of a token, or seconds of a step on a chip.
-      parts: layers of each part of the depth.
+      thirds: layers of each part of the depth.
       block: side of a block.
     """
 
@@ -155,8 +155,8 @@ class Space:
             )
         self.block = self._model.linear(next(iter(self.costs))).block
         layers = self._model.num_layers
-        count = max(n for n in range(1, MOST_PARTS + 1) if layers % n == 0)
-        self.parts = [range(p * layers // count, (p + 1) * layers // count) for p in range(count)]
+        count = max(n for n in range(1, MOST_THIRDS + 1) if layers % n == 0)
+        self.thirds = [range(p * layers // count, (p + 1) * layers // count) for p in range(count)]
         self._depths = profiles(count, options.depth)
         self._legal = functools.cache(
             lambda name, density: (
@@ -169,7 +169,7 @@ class Space:
     @property
     def keys(self) -> list[tuple[str, int]]:
         """Each projection in each part of the depth."""
-        return list(itertools.product(self.costs, range(len(self.parts))))
+        return list(itertools.product(self.costs, range(len(self.thirds))))
 
     def ranked(self, rises: Rises, density: float) -> list[Choice]:
         """Returns the choices that cost what equal density costs, the best first."""
@@ -233,19 +233,19 @@ class Measurement:
           stop: () -> whether to end, and return None.
         """
         rises = {}
-        for name, part in space.keys:
+        for name, third in space.keys:
             if stop():
                 return None
-            rises[name, part] = {
+            rises[name, third] = {
                 density: self._once(
-                    f"{name}, part {part + 1}, density {density:g}",
-                    functools.partial(self.pruned, name, space.parts[part], density, space.block),
+                    f"{name}, part {third + 1}, density {density:g}",
+                    functools.partial(self.pruned, name, space.thirds[third], density, space.block),
                 )
                 for density in space.densities
                 if density < 1
             }
-            values = ", ".join(f"{d:g} {rise:+.4f}" for d, rise in rises[name, part].items())
-            say(f"{name}, part {part + 1} of {len(space.parts)}: {values}")
+            values = ", ".join(f"{d:g} {rise:+.4f}" for d, rise in rises[name, third].items())
+            say(f"{name}, part {third + 1} of {len(space.thirds)}: {values}")
         return rises
 
     def pruned(self, name: str, layers: range, density: float, block: int) -> float:
@@ -271,15 +271,15 @@ class Measurement:
         """
         config, params = self.model.model, self.model.params
         flops = cost.flops_per_token(config, self.model.context, training=False).sections
-        kept = sorted({1.0, *(1 - share for share in (*options.zeros, *options.zero_budgets))})
-        costs = {name: {d: flops[name] * d for d in kept} for name in config.projections}
+        inputs = sorted({1.0, *(1 - share for share in (*options.zeros, *options.zero_budgets))})
+        costs = {name: {d: flops[name] * d for d in inputs} for name in config.projections}
         rises = {
             (name, 0): {
                 density: self._once(
                     f"{name}, zeros {1 - density:g}",
                     functools.partial(self._zeroed, {name: 1 - density}, self._windows),
                 )
-                for density in kept
+                for density in inputs
                 if density < 1
             }
             for name in config.projections
@@ -376,10 +376,10 @@ def trained_table(results: Sequence[Mapping[str, Any]]) -> str:
                  _difference(each, bits[EQUAL]) if name != EQUAL and EQUAL in bits else "")
             )  # fmt: skip
         behind = means[FIRST] / min(means.values()) - 1
-        found = "within" if behind <= WITHIN else "not within"
+        verdict = "within" if behind <= WITHIN else "not within"
         lines.append(
             f"Density {density:g}: the first choice is {behind:.2%} behind the best of these, "
-            f"{found} {WITHIN:.0%}."
+            f"{verdict} {WITHIN:.0%}."
         )
     head = ("density", "choice", "bits per byte", "seeds", "to equal density")
     return "\n\n".join([markdown(head, rows), *lines])
