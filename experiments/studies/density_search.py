@@ -203,8 +203,10 @@ class Measurement:
           data: its batches, evaluated on tuning documents.
         """
         teacher = study.trained(dense, base.tokenizer.content_hash, where)
-        facts = dense.training.steps, dense.training, None, {}
-        self.model = Model(where, "dense", teacher.model, teacher.params, base.tokenizer, *facts)
+        self.model = Model(
+            where, "dense", teacher.model, teacher.params, base.tokenizer,
+            dense.training.steps, dense.training, None, {},
+        )  # fmt: skip
         self._batches = [data.train[step]["tokens"][:, :-1] for step in range(BATCHES)]
         self._eval = jax.jit(make_eval_step(teacher.model))
         self._windows = data.validation
