@@ -225,6 +225,8 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
     cases(
         # Each device has a strip of every block.
         ("set", "on:2,feature:2/0/1"),
+        # All stages have the layouts of the first block.
+        ("shared_to_own", "on:2,stage:2/0/1/1f1b/1"),
         daily=[
             # With parts of a batch, the norms that choose blocks are those of the whole.
             ("rigl+depth", f"halves,{MESH}"),
@@ -236,7 +238,7 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
                 "on:4,stage:2,feature:2/0/1/1f1b/1",
                 "halves,on:4,stage:2,context:2/2/1/1f1b/1",
             ),
-            ("shared_to_own", "on:2,stage:2/0/1/1f1b/1", "on:2,feature:2/0/1"),
+            ("shared_to_own", "on:2,feature:2/0/1"),
             ("omit_features", "on:2,stage:2/0/1/1f1b/1", "on:4,fsdp:2,tensor:2/3/1"),
             ("omit_features", "on:2,feature:2/0/1", "relay/device/1"),
         ],
