@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -286,11 +285,8 @@ class Pipelined(Sharded):
         divisions = self._divisions(model)
 
         def staged(place, layout):
-            stacked = self._cut(model, place, layout, changing).layout
-            if model.shared_layers:  # All stages apply the first block, each with its own rows.
-                first = lambda leaf: leaf[np.zeros(len(leaf), int)]  # noqa: E731
-                stacked = jax.tree.map(first, stacked)
-            return to_stages(divisions[place.group], stacked)
+            cut = self._cut(model, place, layout, changing)
+            return to_stages(divisions[place.group], cut.layout)
 
         return map_placed_layouts(staged, split_layouts(rest)[1])
 

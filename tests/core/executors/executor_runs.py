@@ -497,7 +497,9 @@ def evolve(name, texts):
     """
     method, _, option = name.partition("+")
     dense = method in ("gradual", "sparse_to_dense")
-    model = sparse("random", rank=4 if method == "low_rank_tail" else 0)
+    # One block is all layers, so `runs.variants` refuses layouts that differ between them.
+    pattern = "monarch" if method == "shared_to_own" else "random"
+    model = sparse(pattern, rank=4 if method == "low_rank_tail" else 0)
     if dense:
         spec = LinearSpec("block_sparse", "random", 0.25, 8)
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec))

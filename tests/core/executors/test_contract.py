@@ -225,7 +225,6 @@ STAGES = "stage:2,data:2,tensor:2/3/1/zero_bubble/1"
     cases(
         # Each device has a strip of every block.
         ("set", "on:2,feature:2/0/1"),
-        # All stages have the layouts of the first block.
         ("shared_to_own", "on:2,stage:2/0/1/1f1b/1"),
         daily=[
             # With parts of a batch, the norms that choose blocks are those of the whole.
