@@ -2,6 +2,8 @@
 
     python examples/compare_pruning.py                      a small Llama, trained here first
     python examples/compare_pruning.py --model=DIR          your language model
+    python examples/compare_pruning.py --model=DIR --ids=FILE --sequences=512
+        on your token ids, a JSON list of equally long lists: the first 64 for the loss
 
 Half of every projection stays, except keys and values.  The narrow model has half of the heads and
 hidden features.  The table has the loss on held-out text in nats per token, right after pruning,
@@ -23,7 +25,7 @@ import sparse_dataflow as sd
 
 SHAPES = (16, "1x16", 1, "narrow", "2:4", "16x1", "1x64", 8, 32, 64)
 ROUNDS, SEEDS = (1, 3, 16), (0, 1, 2)
-SEQUENCES, TESTED = 64, 64
+SEQUENCES = 64
 
 
 def rows_of(model, texts, seed=0):
@@ -32,6 +34,11 @@ def rows_of(model, texts, seed=0):
     width = min(256, model.context)
     rows = ids[: len(ids) // width * width].reshape(-1, width)
     return np.random.default_rng(seed).permutation(rows).astype(np.int32)
+
+
+def rows_of_ids(path):
+    """Returns int32 [rows, tokens], the token ids of a JSON file."""
+    return np.asarray(json.loads(pathlib.Path(path).read_text(encoding="utf-8")), np.int32)
 
 
 def recovered(dense, pruned, texts, steps, folder):
@@ -51,7 +58,7 @@ def recovered(dense, pruned, texts, steps, folder):
 
 
 def main(model="", out="", shapes=SHAPES, rounds=ROUNDS, seeds=SEEDS, texts=75, steps=480,
-         recover=()):  # fmt: skip
+         recover=(), ids="", sequences=SEQUENCES, tested=SEQUENCES):  # fmt: skip
     """Returns {"dense": loss, shape: {rounds or recovery: losses of seeds}}; writes it to `out`.
 
     Args:
@@ -62,21 +69,31 @@ def main(model="", out="", shapes=SHAPES, rounds=ROUNDS, seeds=SEEDS, texts=75, 
       seeds: of the calibration data.
       texts: number of texts.
       steps: of the dense model's training.
-      recover: shares of `steps` to train the pruned models for.
+      recover: shares of `steps` to train the pruned models for; not with `ids`.
+      ids: JSON file of rows of token ids, instead of texts; it needs a `model`.
+      sequences: number of sequences for the fit.
+      tested: number of sequences for the loss.
     """
-    texts = prune_a_llama.read_texts(texts)
+    if ids and (recover or not model):
+        raise SystemExit("--ids needs --model, and does not go with --recover.")
+    texts = [] if ids else prune_a_llama.read_texts(texts)
     train, test = texts[: len(texts) * 4 // 5], texts[len(texts) * 4 // 5 :]
     folder = pathlib.Path(tempfile.mkdtemp())
     place = model or prune_a_llama.make_llama(folder, train, steps)[0]
     model = sd.load(place)
-    held_out = rows_of(model, test)[:TESTED]
+    given = rows_of_ids(ids) if ids else None
+    held_out = (rows_of(model, test) if given is None else given)[:tested]
 
     def loss(model):
         return round(float(sd.loss(model, held_out)), 4)
 
     def pruned(shape, count, seed):
-        where = None if shape == "narrow" else lambda name, _: name in prune_a_llama.PRUNED
-        batches = np.array_split(rows_of(model, train, seed)[:SEQUENCES], 8)
+        where = None if shape == "narrow" else lambda name, _: name not in ("k", "v")
+        if given is None:
+            rows = rows_of(model, train, seed)
+        else:
+            rows = np.random.default_rng(seed).permutation(given[tested:])
+        batches = np.array_split(rows[:sequences], 8)
         return sd.prune(model, batches, block=shape, where=where, rounds=count).model
 
     def write():
@@ -123,4 +140,7 @@ if __name__ == "__main__":
         "--recover", default=(), nargs="+", type=float,
         help="shares of the dense training, such as 0.01 0.05 0.2, to train the pruned models for",
     )  # fmt: skip
+    parser.add_argument("--ids", default="", help="JSON file of rows of token ids")
+    parser.add_argument("--sequences", default=SEQUENCES, type=int, help="of the fit")
+    parser.add_argument("--tested", default=SEQUENCES, type=int, help="sequences of the loss")
     main(**vars(parser.parse_args()))
