@@ -48,7 +48,7 @@ from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
 from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.runs import variants
-from sparse_dataflow.runs.run_config import RunConfig, RunSettings
+from sparse_dataflow.runs.run_config import RunConfig
 
 from .holdout import three_splits
 
@@ -235,8 +235,7 @@ def train(
             2 * every,
             variant.training.skip_spikes,
             record=hooks.Record(note=progress.note),
-            # No study takes settings of "run." from its command line.
-            change=change_of(evolution, training, RunSettings.prune_batches),
+            change=change_of(evolution, training),
             last=[Show(progress, every, 2 * every)],
         ),
         clock=clock,

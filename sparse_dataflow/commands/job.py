@@ -407,7 +407,7 @@ class Job:
                 v.training.skip_spikes,
                 record=hooks.Record(mfu, progress.note, UserMetrics(self.user_metrics)),
                 budget=self._budget(v),
-                change=change_of(v.evolution, v.training, config.run.prune_batches),
+                change=change_of(v.evolution, v.training),
                 last=[Show(progress, *every)],
             ),
             executor=executor,

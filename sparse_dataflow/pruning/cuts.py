@@ -1,20 +1,16 @@
-"""Cuts of a training: sparser weights, fitted to the outputs before, equal on all processes."""
+"""Sparser weights that a run begins with, fitted to the outputs before, on all processes."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.core.training.transitions import Batches, Change, change_model
+from sparse_dataflow.core.training.transitions import Batches
 from sparse_dataflow.pruning import rebuild
 
 
@@ -42,30 +38,6 @@ def to_blocks(
     return result.model, params, equal
 
 
-def fitted_change(count: int, micro_batches: int) -> Change:
-    """Returns a change of models that fits the weights of a sparser one to the outputs before.
-
-    Moments of the weights that stay are kept, as those of `change_model`.
-
-    Args:
-      count: number of batches that it reads.
-      micro_batches: parts of a batch, of which one at a time is on the device.
-    """
-    return functools.partial(_fitted, count, micro_batches)
-
-
-def _fitted(count, micro_batches, state: TrainState, old: ModelConfig, new: ModelConfig, batches):
-    if not rebuild.prunes(old, new):
-        return change_model(state, old, new)
-    host = jax.tree.map(collectives.to_host, (state.params, state.rest))
-    tokens = calibration(batches, count, micro_batches)
-    dense, params, stored = to_blocks(old, ModelWeights(*host), new, tokens)
-    fitted = state._replace(params=jax.tree.map(jnp.array, params), moments=(), rest=())
-    weights = change_model(fitted, dense, new, given=stored).params
-    state = change_model(state, old, new, given=stored)
-    return state._replace(params=jax.tree.map(_like, weights, state.params))
-
-
 def calibration(batches: Batches, count: int, micro_batches: int) -> list[np.ndarray]:
     """Returns this process's rows of the first `count` batches in parts: int32 [rows, T] each."""
     return [
@@ -82,8 +54,3 @@ def _local_rows(array: Any) -> np.ndarray:
         return array
     shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
-
-
-def _like(new: Any, old: Any) -> Any:
-    """Returns an array with the type of another, in host memory if that is."""
-    return np.asarray(new, old.dtype) if isinstance(old, np.ndarray) else new.astype(old.dtype)

@@ -129,12 +129,6 @@ TAIL = _used(
 SHARED = _used(
     "evolution.method=shared_to_own", _method("shared_to_own"), evolution__method="shared_to_own"
 )
-REBUILT_CUTS = _used(
-    "evolution.prune_by=rebuild",
-    lambda config: config.evolution.prune_by == "rebuild",
-    evolution__method="gradual",
-    evolution__prune_by="rebuild",
-)
 NARROW = _used("run.twin=narrow", lambda config: config.run.twin == "narrow", run__twin="narrow")
 VARIANT = _used(
     "run.init_variant", lambda config: config.run.init_variant, run__init_variant="dense", **DIR
@@ -232,18 +226,6 @@ SETTINGS = (
         (TO_PATTERN,),
         "which prunes weights at the start, and gradual prunes them later, to their best blocks",
         EVERY_OTHER,
-    ),
-    Conflict(
-        _other("evolution.method", _one_of("gradual"), "set"),
-        (REBUILT_CUTS,),
-        "which fits the weights that gradual leaves at a cut",
-        f"{LEGAL} gradual",
-    ),
-    Conflict(
-        _other("sparsity.rank", _one_of(0), 2),
-        (REBUILT_CUTS,),
-        "which fits whole weights, without a low-rank term",
-        f"{LEGAL} 0",
     ),
     Conflict(NO_TOKENS, (NEW_ROWS,), "which trains the rows of new tokens", "1 or more"),
     Conflict(NO_WEIGHTS, (TOKENS,), "which adds tokens to those of given weights", "a folder"),

@@ -190,9 +190,6 @@ class EvolutionConfig(Readable):
         "their mean absolute activation (sampled), the largest (top), or any (uniform).",
         choices=FEATURE_CHOICES,
     )
-    prune_by: str = setting(
-        "weights", "What gradual keeps: see run.prune_by.", choices=("weights", "rebuild")
-    )
     given_layouts: bool = False
 
     def __post_init__(self):
