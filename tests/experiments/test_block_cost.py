@@ -37,12 +37,14 @@ def law(seed):
 
 @pytest.mark.parametrize(("sides", "density"), [((1, 16), 0.5), ((16, 16), 0.25), ((4, 2), 0.5)])
 def test_blocks_win_from_the_width_at_which_they_cost_as_much_as_the_narrow_model(sides, density):
-    truth = block_report.Law({**law(0).constants, "1": 0.6, "width": -0.9, "width x size": 0.1})
+    wide = {"1": -3.0, "narrowness": 4.0, "narrowness x size": 0.1}
+    truth = block_report.Law({**law(0).constants, **wide})
     width = truth.width(sides, density)
     assert truth.cost(sides, width, density) == pytest.approx(1)
     assert truth.cost(sides, 2 * width, density) < 1
-    never = block_report.Law({**truth.constants, "width": 0.5})
-    assert never.width(sides, density) is None
+    assert truth.cost(sides, 1e9, density) == pytest.approx(truth.floor(sides, density))
+    for never in ({"1": 9.0}, {"narrowness": -4.0}):
+        assert block_report.Law({**truth.constants, **never}).width(sides, density) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -88,7 +90,7 @@ def test_shapes_without_such_blocks_are_refused(shape, block, density):
 
 @pytest.mark.parametrize("widths", [(48,), (48, 96)])
 def test_cells_that_decide_no_law_are_reported_without_one(widths, tmp_path):
-    result = block_report.report(tmp_path, lines(law(0), widths, ("1", "1x16", "2")), "1x16")
+    result = block_report.report(tmp_path, lines(law(0), widths, ("1", "1x16")), "1x16")
     assert result["law"] is None
     assert result["errors"] == {}
     assert "| 1x16 |" in (tmp_path / "block_cost.md").read_text()

@@ -26,37 +26,43 @@ DRAWN = (NARROW, "1", "1x4", "1x16", "1x64", "2", "4", "8", "16")
 class Law:
     """The cost of blocks: the excess loss of a pruned model over that of the narrow model.
 
-    log2 cost = constants of `_terms`.
+    log2 cost = constants of `_terms`.  It falls with the width towards a floor.
     """
 
     constants: dict[str, float]
 
     def cost(self, sides: tuple[int, int], width: float, density: float) -> float:
-        """Returns the cost of blocks of so many inputs and outputs; below 1 they win."""
+        """Returns the cost of blocks of so many inputs and outputs; below 1 they win.
+
+        Args:
+          width: d_model; infinity gives the floor.
+        """
         terms = _terms(sides, width, density)
         return 2.0 ** sum(self.constants[name] * value for name, value in terms.items())
 
     def width(self, sides: tuple[int, int], density: float) -> float | None:
-        """Returns the width from which blocks win; None if larger ones do not cost less."""
-        small, large = (math.log2(self.cost(sides, width, density)) for width in (64, 128))
-        slope = large - small
-        return 64 * 2.0 ** (-small / slope) if slope < 0 else None
+        """Returns the width from which blocks win; None if none, or if they win at any."""
+        floor, small = (math.log2(self.cost(sides, width, density)) for width in (math.inf, 64))
+        return 64 * (small - floor) / -floor if floor < 0 and small > floor else None
+
+    def floor(self, sides: tuple[int, int], density: float) -> float:
+        """Returns the cost that no width falls below."""
+        return self.cost(sides, math.inf, density)
 
 
 def _terms(sides, width, density):
-    rows, columns, width, cut = (math.log2(v) for v in (*sides, width / 64, 1 / density))
-    # The first doublings of a block's weights cost most.
-    size = math.log2(1 + rows + columns)
+    # The first doublings of a block's weights cost most; their shape does not matter.
+    size = math.log2(1 + math.log2(math.prod(sides)))
+    narrowness, cut = 64 / width, math.log2(1 / density)
     return {
         "1": 1.0,
         "size": size,
         "size squared": size**2,
-        "rows x columns": rows * columns,
-        "rows over columns": rows - columns,
-        "width": width,
-        "width x size": width * size,
+        "narrowness": narrowness,
+        "narrowness x size": narrowness * size,
         "density": cut,
         "density x size": cut * size,
+        "density x narrowness x size": cut * narrowness * size,
     }
 
 
@@ -139,7 +145,8 @@ def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
     result = {
         "commands": sorted({line["command"] for line in lines}),
         "law": law and law.constants,
-        "wins_from_width": law and _crossings(law, blocks),
+        "wins_from_width": law and _by_shape(law.width, blocks),
+        "floor": law and _by_shape(law.floor, blocks),
         "cells": cells,
         "held_out": predictions,
         "errors": {name: _errors(each) for name, each in predictions.items()},
@@ -156,13 +163,13 @@ def _cost(law, cell):
     return law.cost(_sides(cell["shape"]), cell["width"], cell["density"])
 
 
-def _crossings(law, cells):
-    """Returns density -> shape -> width from which the shape beats the narrow model, by the law."""
-    places: dict[str, dict[str, float | None]] = {}
+def _by_shape(value, cells):
+    """Returns density -> shape -> what a law says of the shape's (sides, density)."""
+    values: dict[str, dict[str, float | None]] = {}
     for cell in sorted(cells, key=lambda cell: (-cell["density"], _order(cell))):
-        width = law.width(_sides(cell["shape"]), cell["density"])
-        places.setdefault(f"{cell['density']:g}", {})[cell["shape"]] = width
-    return places
+        each = value(_sides(cell["shape"]), cell["density"])
+        values.setdefault(f"{cell['density']:g}", {})[cell["shape"]] = each
+    return values
 
 
 def _errors(predictions):
@@ -204,18 +211,26 @@ def page(result: dict) -> str:
     ]
     text += ["Errors in what it has not seen, over the narrow model's excess loss:", ""]
     text.append(output.markdown(("not seen", "median error", "largest error"), rows))
-    text += ["", "Width from which a shape beats the narrow model:", ""]
-    places = result["wins_from_width"]
+    text += ["", "Width from which a shape beats the narrow model, and its cost in a wide one:", ""]
+    places, floors = result["wins_from_width"], result["floor"]
     rows = [
-        (shape, *(_width(places[density].get(shape)) for density in places))
+        (shape, *(
+            cell for density in places
+            for cell in (_width(places[density].get(shape)), _number(floors[density].get(shape)))
+        ))
         for shape in shapes if shape != NARROW
     ]  # fmt: skip
-    text.append(output.markdown(("what stays", *(f"density {d}" for d in places)), rows))
+    headers = [f"density {density}{of}" for density in places for of in ("", ", at least")]
+    text.append(output.markdown(("what stays", *headers), rows))
     return "\n".join(text) + "\n"
 
 
 def _width(width):
     return "-" if width is None or not 1 <= width < 1e5 else f"{width:.0f}"
+
+
+def _number(value):
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _by_treatment(cells):
@@ -257,7 +272,7 @@ def draw(cells: Sequence[dict], path: Path) -> None:
                 x, y = map(list, zip(*points))
                 rival = shape == NARROW
                 curves[shape] = Curve(x, y, marked=not rival, dashed=rival)
-        if curves:
+        if len(curves) > 1:
             widths = sorted({cell["width"] for cell in each})
             label = "excess loss over the narrow model's"
             panels.append(Panel(_treatment(*treatment), "width", label, curves, 2, True, widths))
