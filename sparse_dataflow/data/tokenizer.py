@@ -458,8 +458,8 @@ def lost_words(lost: collections.Counter[str]) -> str:
     names = [f"{name!r} ({count:,} times)" for name, count in lost.most_common(3)]
     more = f" and {len(lost) - len(names):,} more" if len(lost) > len(names) else ""
     return (
-        "the tokenizer cannot say all of the text; unknown to it, or special tokens in its place: "
-        f"{', '.join(names)}{more}"
+        "the tokenizer has no token for some of the text; special tokens in its place, or characters "
+        f"that are left out: {', '.join(names)}{more}"
     )
 
 

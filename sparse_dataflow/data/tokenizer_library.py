@@ -106,8 +106,8 @@ def joins_bytes(fields: Mapping[str, Any]) -> bool:
 def written(engine: Any, ids: Sequence[int]) -> list[str]:
     """Returns the text that each id adds where it stands between two others.
 
-    It has the space that the decoder writes between words, in front: of "\u2581a" with Metaspace,
-    "a</w>" with its suffix, and "a" of WordPiece or without a decoder, it is " a"; of "##a" "a".
+    It has the space that the decoder writes between words: of "\\u2581a" with Metaspace, and of "a"
+    with WordPiece or without a decoder, it is " a"; of "##a" with WordPiece it is "a".
     """
     with failures("decode tokens"):
         alone = engine.decode_batch([[number] for number in ids], skip_special_tokens=False)
