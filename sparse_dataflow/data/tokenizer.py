@@ -270,11 +270,16 @@ class Tokenizer:
         if self._every_byte or self._said:
             return
         if chat:  # Special tokens are meant there, but for the unknown one.
-            unknown = tokenizer_library.unknown_token(json_files.parse(self.original))
-            ids = [row[row == self.special_ids.get(unknown or "", -1)] for row in ids]
+            ids = [row[row == self._unknown_id] for row in ids]
         if lost := self.lost(texts, ids):
             self._said.append(True)
             _LOG.warning("%s", lost_words(lost))
+
+    @functools.cached_property
+    def _unknown_id(self) -> int:
+        """Id of the unknown token; -1 for none."""
+        name = tokenizer_library.unknown_token(json_files.parse(self.original))
+        return self.special_ids.get(name or "", -1)
 
     @functools.cached_property
     def _said(self) -> list[bool]:
@@ -294,22 +299,27 @@ class Tokenizer:
             for number in row[row >= len(self.tokens)].tolist():
                 counts[self._engine.id_to_token(self.original_ids[number])] += 1
         characters = set().union(*texts)
-        with tokenizer_library.failures("encode a text"):
-            for character in sorted(characters - self._encoded.keys()):
-                encoded = self._engine.encode(character, add_special_tokens=False)
-                self._encoded[character] = bool(encoded.ids) or character.isspace()
         for character in characters:
-            if not self._encoded[character]:
+            if character not in self._left_out:
+                self._left_out[character] = not character.isspace() and self._leaves_out(character)
+            if self._left_out[character]:
                 counts[character] += sum(text.count(character) for text in texts)
         return counts
+
+    def _leaves_out(self, character):
+        try:
+            with tokenizer_library.failures("encode a text"):
+                return not self._engine.encode(character, add_special_tokens=False).ids
+        except UserError:  # A text is refused where it has something unknown.
+            return False
 
     @functools.cached_property
     def _every_byte(self) -> bool:
         return len({token for token in self.tokens if len(token) == 1}) == 256
 
     @functools.cached_property
-    def _encoded(self) -> dict[str, bool]:
-        """Whether each character so far, alone, has a token; spaces may divide tokens instead."""
+    def _left_out(self) -> dict[str, bool]:
+        """Whether each character so far has no token; spaces may divide tokens instead."""
         return {}
 
     def _rows_of(self, original):
@@ -458,8 +468,8 @@ def lost_words(lost: collections.Counter[str]) -> str:
     names = [f"{name!r} ({count:,} times)" for name, count in lost.most_common(3)]
     more = f" and {len(lost) - len(names):,} more" if len(lost) > len(names) else ""
     return (
-        "the tokenizer has no token for some of the text; special tokens in its place, or characters "
-        f"that are left out: {', '.join(names)}{more}"
+        "the tokenizer has no token for some of the text; special tokens in its place, or "
+        f"characters that are left out: {', '.join(names)}{more}"
     )
 
 

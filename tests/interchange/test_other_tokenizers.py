@@ -92,7 +92,6 @@ def test_a_stream_is_the_text_of_all_ids_at_once(kind, imported, data):
     decoder = StreamDecoder(tokenizer, before=before)
     written = "".join(map(decoder.add, ids)) + decoder.end("length")
     assert decoded(before) + written == decoded([*before, *ids])
-    assert StreamDecoder(tokenizer).text == ""
     alone = StreamDecoder(tokenizer)
     assert "".join(map(alone.add, ids)) + alone.end("length") == tokenizer.decode(ids)
 
@@ -109,6 +108,18 @@ def test_what_a_tokenizer_cannot_say_is_counted(imported, tmp_path, caplog):
     assert "'\u00e9' (" in caplog.text and "'\u4e2d' (" in caplog.text and "all of" in caplog.text
     tokenizer, _ = imported["unigram_bytes"]
     assert not tokenizer.lost([text], [tokenizer.encode(text)])
+
+
+def test_words_without_an_unknown_token_load_and_refuse_other_words(tmp_path):
+    folder = tmp_path / "model"
+    _, config = write(folder, "chess")
+    fields = json.loads(text_of("chess"))
+    fields["model"]["unk_token"] = "<unk>"
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    tokenizer = tokenizer_files.read(folder, config).tokenizer
+    assert tokenizer.decode(tokenizer.encode("e2e4 e7e5")) == "e2e4 e7e5"
+    with pytest.raises(UserError, match=r"The tokenizer cannot encode a text: .*token"):
+        tokenizer.encode("e2e4 h7h8")
 
 
 def test_a_tokenizer_that_changes_texts_says_so_at_import(tmp_path, caplog):
@@ -156,7 +167,8 @@ def test_a_vocabulary_of_lines_is_that_of_bert(tmp_path, caplog):
     assert theirs(tokenizer, tokenizer.encode("A C AC D x")) == [5, 6, 5, 10, 7, 1]
     assert tokenizer.decode(tokenizer.encode("A C AC D")) == "A C AC D"
     assert theirs(tokenizer, tokenizer.encode_prompts(["A"])[0]) == [2, 5]  # Behind [CLS].
-    assert theirs(named_tokenizer(str(tmp_path)), tokenizer.encode("D")) is not None
+    named = named_tokenizer(str(tmp_path))
+    assert theirs(named, named.encode("D AC")) == [8, 5, 10] and named.vocab_size == 12
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
     with pytest.raises(UserError, match=r"EsmTokenizer without a tokenizer.json; legal: Bert"):
         tokenizer_files.read(tmp_path, config)
