@@ -267,12 +267,12 @@ class Tokenizer:
 
     def _say_lost(self, texts, ids, chat=False):
         """Says once that ids leave out something of texts."""
-        if self._every_byte or self._said:
+        if self._every_byte or self._warned:
             return
         if chat:  # Special tokens are meant there, but for the unknown one.
             ids = [row[row == self._unknown_id] for row in ids]
         if lost := self.lost(texts, ids):
-            self._said.append(True)
+            self._warned.append(True)
             _LOG.warning("%s", lost_words(lost))
 
     @functools.cached_property
@@ -282,7 +282,7 @@ class Tokenizer:
         return self.special_ids.get(name or "", -1)
 
     @functools.cached_property
-    def _said(self) -> list[bool]:
+    def _warned(self) -> list[bool]:
         return []
 
     def lost(self, texts: Sequence[str], ids: Iterable[np.ndarray]) -> collections.Counter[str]:

@@ -72,9 +72,9 @@ def special_tokens(text: str) -> set[str]:
 def vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
     """Returns the id of each token of a tokenizer.json, the added ones included."""
     rows = fields["model"]["vocab"]  # That of Unigram is a list of (token, score).
-    of_list = {} if isinstance(rows, dict) else {row[0]: n for n, row in enumerate(rows)}
+    vocab = rows if isinstance(rows, dict) else {row[0]: n for n, row in enumerate(rows)}
     added = {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
-    return dict(of_list or rows) | added
+    return {**vocab, **added}
 
 
 def unknown_token(fields: Mapping[str, Any]) -> str | None:
@@ -116,8 +116,8 @@ def written(engine: Any, ids: Sequence[int]) -> list[str]:
         inside = [[other, number, other] for number in ids]
         around = engine.decode([other, other], skip_special_tokens=False)
         texts = engine.decode_batch(inside, skip_special_tokens=False)
-    found = [_inserted(around, text) for text in texts]
-    return [text if own is None else own for text, own in zip(alone, found, strict=True)]
+    additions = [_inserted(around, text) for text in texts]
+    return [text if new is None else new for text, new in zip(alone, additions, strict=True)]
 
 
 def _inserted(around: str, text: str) -> str | None:

@@ -110,7 +110,7 @@ class _Neighbours:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
         assert tokenizer.open_ids is not None
         self._tokenizer, self._open = tokenizer, tokenizer.open_ids
-        self._held: list[int] = []
+        self._withheld: list[int] = []
         self._before = self._last(before)
 
     def _last(self, ids):
@@ -122,13 +122,13 @@ class _Neighbours:
         """Returns the text that a token completes."""
         if not self._tokenizer.token_bytes[token]:
             return ""
-        self._held.append(token)
+        self._withheld.append(token)
         return "" if token in self._open else self.end()
 
     def end(self) -> str:
         """Returns the text that is held back."""
-        ids = [*self._before, *self._held]
+        ids = [*self._before, *self._withheld]
         decode = self._tokenizer.decode
         text = decode(ids)[len(decode(self._before)) :]
-        self._before, self._held = self._last(ids), []
+        self._before, self._withheld = self._last(ids), []
         return text

@@ -316,11 +316,10 @@ def _parse_words(folder, files, names):
     engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     engine.decoder = tokenizers.decoders.WordPiece()
     engine.add_special_tokens(specials)
-    begin, end = (names.get(f"{name}_token") for name in ("cls", "sep"))
-    if begin in vocab and end in vocab:
+    around = [names.get(f"{name}_token") for name in ("cls", "sep")]
+    if set(around) <= set(vocab):
         engine.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{begin} $A {end}",
-            special_tokens=[(token, vocab[token]) for token in (begin, end)],
+            single=" $A ".join(around), special_tokens=[(token, vocab[token]) for token in around]
         )
     original = engine.to_str()
     return _parsed_by_library(original, json_files.parse(original), names)
