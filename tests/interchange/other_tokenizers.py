@@ -13,7 +13,7 @@ MOVES = ["e2e4", "e7e5", "g1f3", "b8c6", "f1b5", "a7a6", "1-0"]
 SPACE = "\u2581"
 
 
-def _of_words(words):
+def _word_level(words):
     vocab = {token: number for number, token in enumerate([*SPECIALS, *words])}
     return tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
 
@@ -27,13 +27,13 @@ def _trained(model, trainer, **steps):
 
 
 def chess():
-    engine = _of_words(MOVES)
+    engine = _word_level(MOVES)
     engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return engine
 
 
 def protein():
-    engine = _of_words(RESIDUES)
+    engine = _word_level(RESIDUES)
     engine.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     engine.decoder = decoders.Fuse()
     return engine
