@@ -1,10 +1,12 @@
-"""Byte-level BPE tokenizers: every text round-trips exactly, and every token is a byte string.
+"""Tokenizers, of which every token is a byte string.
 
 The `tokenizers` library trains and encodes. A tokenizer is a list of tokens and a list of merges,
-stored as canonical JSON; the sha256 of that JSON identifies it. An imported tokenizer also has its
-original `tokenizer.json`, which then encodes and decodes.
+stored as canonical JSON; the sha256 of that JSON identifies it. Of a byte-level BPE every text
+round-trips exactly. An imported tokenizer, which may be of any kind, also has its original
+`tokenizer.json`, which then encodes and decodes.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +14,7 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +32,8 @@ from sparse_dataflow.files.errors import UserError, escaped
 _LOG = logging.getLogger(__name__)
 
 KINDS = ("bpe", "gpt2", "none")
-SMALLEST_VOCAB = 257  # 256 bytes and the end-of-text token.
+SMALLEST_VOCAB = 257  # Of byte-level BPE: 256 bytes and the end-of-text token.
+SMALLEST_IDS = 2  # Of any other: a token and the end-of-text token.
 GPT2_VOCAB_SIZE = 50257
 
 # Part of the file name of a cached tokenizer: raise it when training changes.
@@ -60,11 +63,13 @@ _LONG_WORD = re.compile(
 
 @dataclass(frozen=True, repr=False)
 class Tokenizer:
-    """A byte-level BPE vocabulary whose last id is the end-of-text token.
+    """A vocabulary whose last id is the end-of-text token: of byte-level BPE, or imported.
 
     Attributes:
-      tokens: text tokens by id, in GPT-2's byte alphabet of one character per byte.
-      merges: pairs of tokens, most frequent first.
+      tokens: text tokens by id, in GPT-2's byte alphabet of one character per byte. Those of an
+        imported tokenizer that is no BPE of bytes are what its decoder writes for them between two
+        others, the space between words included.
+      merges: pairs of tokens, most frequent first; empty for such a tokenizer.
       vocab_size: vocabulary size of the model. Ids from `len(tokens)` to `vocab_size - 2` are
         unused; they exist if the corpus is too small to fill the vocabulary.
       original: text of an imported tokenizer.json, whose normalizer, pre-tokenizer and added tokens
@@ -91,10 +96,11 @@ class Tokenizer:
     has_text: bool = True
 
     def __post_init__(self):
-        if not SMALLEST_VOCAB <= len(self.tokens) + 1 <= self.vocab_size:
+        least = SMALLEST_VOCAB if self.has_text and not self.original else SMALLEST_IDS
+        if not least <= len(self.tokens) + 1 <= self.vocab_size:
             raise ValueError(
                 f"vocab_size {self.vocab_size} is illegal for {len(self.tokens)} tokens; legal: "
-                f"more than the tokens, which are at least {SMALLEST_VOCAB - 1}"
+                f"more than the tokens, which are at least {least - 1}"
             )
         ids = self.original_ids
         if bool(self.original) != bool(ids) or not all(type(number) is int for number in ids):
@@ -157,7 +163,9 @@ class Tokenizer:
     def token_bytes(self) -> np.ndarray:
         """Number of UTF-8 bytes of each token, int32 [vocab_size]; 0 for end of text.
 
-        The sum over a text's tokens is its size after the normalizer of `original`.
+        The sum over a text's tokens is the size of what they decode to, but for a space at its
+        begin or end. That is the text itself if the tokenizer keeps all of it: a normalizer may
+        change letters, a decoder may write other spaces, and an unknown token has 0 bytes.
         """
         lengths = np.zeros(self.vocab_size, np.int32)
         lengths[: len(self.tokens)] = [len(token) for token in self.tokens]
@@ -168,7 +176,21 @@ class Tokenizer:
         """Returns the bytes of a token; b"" for end of text and unused ids."""
         if not 0 <= token < len(self.tokens) or not self.has_text:
             return b""
-        return bytes(_byte_by_character()[character] for character in self.tokens[token])
+        return to_bytes(self.tokens[token])
+
+    @functools.cached_property
+    def open_ids(self) -> frozenset[int] | None:
+        """Ids of bytes and parts of characters, whose text the tokens after them may change, where
+        the text of a token depends on its neighbours; None where it is the token's bytes."""
+        if not self.original or tokenizer_library.joins_bytes(json_files.parse(self.original)):
+            return None
+        names = map(self._engine.id_to_token, self.original_ids[: len(self.tokens)])
+        return frozenset(
+            number
+            for number, (name, token) in enumerate(zip(names, self.tokens))
+            if tokenizer_library.BYTE_TOKEN.fullmatch(name or "")
+            or "\ufffd" in to_bytes(token).decode(errors="replace")
+        )
 
     @functools.cached_property
     def content_hash(self) -> str:
@@ -237,7 +259,68 @@ class Tokenizer:
             np.concatenate([empty, *(np.asarray(next(encoded).ids, np.int32) for _ in text_pieces)])
             for text_pieces in pieces
         ]
-        return [self._rows_of(row) for row in ids] if self.original else ids
+        if not self.original:
+            return ids
+        ids = [self._rows_of(row) for row in ids]
+        self._say_lost(texts, ids)
+        return ids
+
+    def _say_lost(self, texts, ids, chat=False):
+        """Says once that ids leave out something of texts."""
+        if self._every_byte or self._warned:
+            return
+        if chat:  # Special tokens are meant there, but for the unknown one.
+            ids = [row[row == self._unknown_id] for row in ids]
+        if lost := self.lost(texts, ids):
+            self._warned.append(True)
+            _LOG.warning("%s", lost_words(lost))
+
+    @functools.cached_property
+    def _unknown_id(self) -> int:
+        """Id of the unknown token; -1 for none."""
+        name = tokenizer_library.unknown_token(json_files.parse(self.original))
+        return self.special_ids.get(name or "", -1)
+
+    @functools.cached_property
+    def _warned(self) -> list[bool]:
+        return []
+
+    def lost(self, texts: Sequence[str], ids: Iterable[np.ndarray]) -> collections.Counter[str]:
+        """Counts what the ids of texts do not say of them; nothing if each byte has a token.
+
+        Returns:
+          How often each special token is in the ids, as the unknown one is for text without a
+          token, and how often each character is in the texts for which there is no id.
+        """
+        counts: collections.Counter[str] = collections.Counter()
+        if self._every_byte or not self.original:
+            return counts
+        for row in ids:
+            for number in row[row >= len(self.tokens)].tolist():
+                counts[self._engine.id_to_token(self.original_ids[number])] += 1
+        characters = set().union(*texts)
+        for character in characters:
+            if character not in self._left_out:
+                self._left_out[character] = not character.isspace() and self._leaves_out(character)
+            if self._left_out[character]:
+                counts[character] += sum(text.count(character) for text in texts)
+        return counts
+
+    def _leaves_out(self, character):
+        try:
+            with tokenizer_library.failures("encode a text"):
+                return not self._engine.encode(character, add_special_tokens=False).ids
+        except UserError:  # A text is refused where it has something unknown.
+            return False
+
+    @functools.cached_property
+    def _every_byte(self) -> bool:
+        return len({token for token in self.tokens if len(token) == 1}) == 256
+
+    @functools.cached_property
+    def _left_out(self) -> dict[str, bool]:
+        """Whether each character so far has no token; spaces may divide tokens instead."""
+        return {}
 
     def _rows_of(self, original):
         """Returns the ids of ids in `original`, which may name special tokens without a row."""
@@ -265,7 +348,9 @@ class Tokenizer:
             encoded = self._chat_engine.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [np.asarray(one.ids, np.int32) for one in encoded]
         if self.original:
-            return [self._rows_of(row) for row in rows]
+            rows = [self._rows_of(row) for row in rows]
+            self._say_lost(texts, rows, chat=True)
+            return rows
         # Without an original the end of text is the only special token.
         return [np.where(row < len(self.tokens), row, self.eot_id).astype(np.int32) for row in rows]
 
@@ -283,7 +368,9 @@ class Tokenizer:
         ids = np.asarray(encoded.ids, np.int32)
         places = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
         if self.original:
-            return self._rows_of(ids), places
+            ids = self._rows_of(ids)
+            self._say_lost([text], [ids], chat)
+            return ids, places
         return np.where(ids < len(self.tokens), ids, self.eot_id).astype(np.int32), places
 
     @arguments.checked
@@ -376,6 +463,16 @@ class Tokenizer:
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
+def lost_words(lost: collections.Counter[str]) -> str:
+    """Returns a clause for what `Tokenizer.lost` counted."""
+    names = [f"{name!r} ({count:,} times)" for name, count in lost.most_common(3)]
+    more = f" and {len(lost) - len(names):,} more" if len(lost) > len(names) else ""
+    return (
+        "the tokenizer has no token for some of the text; special tokens in its place, or "
+        f"characters that are left out: {', '.join(names)}{more}"
+    )
+
+
 def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:
     """Returns the tokenizer of a kind: "bpe" is trained on the corpus, "gpt2" has 50257 tokens,
     "none" has no text.
@@ -430,9 +527,13 @@ def id_tokenizer(vocab_size: int) -> Tokenizer:
     byte, but for the last id, the end of text.
 
     Raises:
-      UserError: `vocab_size` is under 257.
+      UserError: `vocab_size` is under 2.
     """
-    _refuse_small(vocab_size)
+    if vocab_size < SMALLEST_IDS:
+        raise UserError(
+            f"The vocabulary size {vocab_size} is too small for token ids; legal: {SMALLEST_IDS} "
+            "or more."
+        )
     return Tokenizer(_stand_ins(vocab_size - 1), (), vocab_size, has_text=False)
 
 
@@ -482,6 +583,11 @@ def to_byte_alphabet(text: str) -> str:
 def from_bytes(content: bytes) -> str:
     """Returns bytes in GPT-2's byte alphabet, one character per byte."""
     return content.decode("latin-1").translate(_character_by_byte())
+
+
+def to_bytes(token: str) -> bytes:
+    """Returns the bytes that a text in GPT-2's byte alphabet stands for."""
+    return bytes(map(_byte_by_character().__getitem__, token))
 
 
 @functools.cache
@@ -541,8 +647,9 @@ def _original_engine(original, vocab_size):
         engine.get_vocab(), tokenizer_library.special_tokens(original), vocab_size
     )
     engine.encode_special_tokens = True  # As plain text: no text encodes to end of text.
-    engine.model.dropout = None  # BPE dropout would make encoding random.
-    if engine.decoder is None:
+    if isinstance(engine.model, tokenizers.models.BPE):
+        engine.model.dropout = None  # It would make encoding random.
+    if engine.decoder is None and tokenizer_library.joins_bytes(json_files.parse(original)):
         engine.decoder = tokenizers.decoders.ByteLevel()
     return engine
 

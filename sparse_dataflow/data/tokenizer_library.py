@@ -8,7 +8,9 @@ tokenizer.json.
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparse_dataflow.files import json_files
@@ -17,6 +19,9 @@ from sparse_dataflow.files.errors import UserError, first_line
 MOST_GROWTH = 16
 """Times its length to which the steps of a tokenizer may make a text; those of published ones make
 it at most 4."""
+
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""Name of a token for one byte."""
 
 
 @contextlib.contextmanager
@@ -62,6 +67,66 @@ def special_tokens(text: str) -> set[str]:
     """Returns the special tokens of a tokenizer.json, which no text encodes to."""
     added = json_files.parse(text).get("added_tokens") or ()
     return {token["content"] for token in added if token.get("special")}
+
+
+def vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the id of each token of a tokenizer.json, the added ones included."""
+    rows = fields["model"]["vocab"]  # That of Unigram is a list of (token, score).
+    vocab = rows if isinstance(rows, dict) else {row[0]: n for n, row in enumerate(rows)}
+    added = {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
+    return {**vocab, **added}
+
+
+def unknown_token(fields: Mapping[str, Any]) -> str | None:
+    """Returns the token of a tokenizer.json that stands for text without a token, if any."""
+    model = fields["model"]
+    number = model.get("unk_id")
+    return model.get("unk_token") if number is None else model["vocab"][number][0]
+
+
+def joins_bytes(fields: Mapping[str, Any]) -> bool:
+    """Returns whether the text of a tokenizer.json's tokens is their bytes one after the other.
+
+    So it is with byte-level BPE, as GPT-2's, Llama 3's and Qwen's, and BPE with byte fallback, as
+    Llama 2's and Mistral's. Of others the text of a token may depend on its neighbours.
+    """
+    model, decoder = fields["model"], fields.get("decoder")
+    fallback = bool(model.get("byte_fallback"))
+    byte_level = "ByteLevel" in json.dumps(fields.get("pre_tokenizer"))
+    kind = "ByteFallback" if fallback else "ByteLevel"
+    return (
+        model.get("type", "BPE") == "BPE"
+        and byte_level != fallback
+        and (kind in json.dumps(decoder) or (decoder is None and not fallback))
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+    )
+
+
+def written(engine: Any, ids: Sequence[int]) -> list[str]:
+    """Returns the text that each id adds where it stands between two others.
+
+    It has the space that the decoder writes between words: of "\\u2581a" with Metaspace, and of "a"
+    with WordPiece or without a decoder, it is " a"; of "##a" with WordPiece it is "a".
+    """
+    with failures("decode tokens"):
+        alone = engine.decode_batch([[number] for number in ids], skip_special_tokens=False)
+        words = [text.strip().isalnum() and text.isascii() for text in alone]
+        other = ids[words.index(True) if True in words else 0] if ids else 0
+        inside = [[other, number, other] for number in ids]
+        around = engine.decode([other, other], skip_special_tokens=False)
+        texts = engine.decode_batch(inside, skip_special_tokens=False)
+    additions = [_inserted(around, text) for text in texts]
+    return [text if new is None else new for text, new in zip(alone, additions, strict=True)]
+
+
+def _inserted(around: str, text: str) -> str | None:
+    """Returns what `text` has more than `around`, near its middle; None where it is another."""
+    size, middle = len(text) - len(around), len(around) / 2 - 0.25
+    for start in sorted(range(len(around) + 1), key=lambda place: abs(place - middle)):
+        if size >= 0 and text[:start] + text[start + size :] == around:
+            return text[start : start + size]
+    return None
 
 
 def refuse_beyond(vocab: Mapping[str, int], special: Collection[str], rows: int) -> None:

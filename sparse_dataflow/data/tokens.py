@@ -6,9 +6,10 @@ a record of its progress, and the next one continues there.
 """
 
 import json
+import logging
 import os
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -29,9 +30,11 @@ from sparse_dataflow.data.cache import (
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.fetched import with_progress
-from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.data.tokenizer import Tokenizer, lost_words
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, escaped
+
+_LOG = logging.getLogger(__name__)
 
 _FORMAT = 1
 _BATCH_CHARACTERS = 2**20
@@ -212,8 +215,9 @@ def _append(
     total, saved = len(documents), done.count
     remaining = map(documents.__getitem__, range(done.documents, total))
     shown = with_progress(remaining, f"tokenizing {name}", total, done.documents)
-    dtype, begins_document = _dtype(tokenizer), True
+    dtype, begins_document, lost = _dtype(tokenizer), True, Counter[str]()
     for batch, ids_of_pieces in _encoded(_batches(shown, tokenizer), tokenizer):
+        lost += tokenizer.lost([text for text, _ in batch], ids_of_pieces)
         ends = [ends_document for _, ends_document in batch]
         pieces = []
         for ids, ends_document in zip(ids_of_pieces, ends):
@@ -233,6 +237,8 @@ def _append(
             _flush(file)
             storage.replace(progress, json.dumps(asdict(done)).encode())
             saved = done.count
+    if lost:
+        _LOG.warning("all of %s, %d tokens: %s", escaped(name), done.count, lost_words(lost))
     return done
 
 

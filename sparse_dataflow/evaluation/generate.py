@@ -94,7 +94,7 @@ def generate(
     if not all(stop):
         raise UserError("A stop string is empty; legal: strings of at least one character.")
     tokens = [_prompt_tokens(model.tokenizer, prompt) for prompt in prompts]
-    decoders = [StreamDecoder(model.tokenizer, stop) for _ in tokens]
+    decoders = [StreamDecoder(model.tokenizer, stop, before) for before in tokens]
     seed = tuple(seed) if isinstance(seed, Sequence) else seed or 0
     if isinstance(seed, tuple) and len(seed) != len(tokens):
         raise UserError(f"{len(seed)} seeds do not fit {len(tokens)} prompts; legal: one each.")

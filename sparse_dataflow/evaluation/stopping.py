@@ -17,9 +17,14 @@ class StreamDecoder:
       stopped_by: reason of the end; "" until then.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        """Creates a decoder; stop strings may begin and end inside tokens, and may have special
-        tokens."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
+        """Creates a decoder.
+
+        Args:
+          stop: strings that end the text; they may begin and end inside tokens, and may have
+            special tokens.
+          before: ids in front of the continuation, on which the space between words may depend.
+        """
         self.text, self.stopped_by = "", ""
         self.tokens: list[int] = []
         # A special token writes no text. One that a stop string has whole is pending as a lone
@@ -33,7 +38,8 @@ class StreamDecoder:
                 marked = {s: string.replace(token, mark) for s, string in marked.items()}
         self._tokenizer = tokenizer
         self._stop = tuple(dict.fromkeys([*stop, *marked.values()]))
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        joins = tokenizer.open_ids is None
+        self._writer = _Bytes(tokenizer) if joins else _Neighbours(tokenizer, before)
         self._pending = ""
 
     def add(self, token: int) -> str:
@@ -44,16 +50,16 @@ class StreamDecoder:
             return self.end("end")
         self.tokens.append(token)
         if token in self._marks:
-            self._pending += self._decoder.decode(b"", final=True) + self._marks[token]
+            self._pending += self._writer.end() + self._marks[token]
         else:
-            self._pending += self._decoder.decode(self._tokenizer.token_to_bytes(token))
+            self._pending += self._writer.add(token)
         return self._release_certain()
 
     def end(self, reason: str) -> str:
         """Ends the text for `reason` unless it has ended; returns the remaining text."""
         if self.stopped_by:
             return ""
-        self._pending += self._decoder.decode(b"", final=True)
+        self._pending += self._writer.end()
         text = self._release_certain()
         if not self.stopped_by:
             self.stopped_by = reason
@@ -79,4 +85,50 @@ class StreamDecoder:
         text, self._pending = self._pending[:length], self._pending[length:]
         text = "".join(c for c in text if not 0 <= ord(c) - _FIRST_MARK < len(self._marks))
         self.text += text
+        return text
+
+
+class _Bytes:
+    """Writes tokens whose bytes follow one another."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._bytes_of = tokenizer.token_to_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Returns the text that a token completes."""
+        return self._decoder.decode(self._bytes_of(token))
+
+    def end(self) -> str:
+        """Returns the text that is held back."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _Neighbours:
+    """Writes tokens as the library does, which sees the one in front and, of bytes, all of them."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
+        assert tokenizer.open_ids is not None
+        self._tokenizer, self._open = tokenizer, tokenizer.open_ids
+        self._withheld: list[int] = []
+        self._before = self._last(before)
+
+    def _last(self, ids):
+        """Returns the last id whose text the following ones do not change, in a list."""
+        sized = self._tokenizer.token_bytes
+        return [i for i in ids if sized[i] and i not in self._open][-1:]
+
+    def add(self, token: int) -> str:
+        """Returns the text that a token completes."""
+        if not self._tokenizer.token_bytes[token]:
+            return ""
+        self._withheld.append(token)
+        return "" if token in self._open else self.end()
+
+    def end(self) -> str:
+        """Returns the text that is held back."""
+        ids = [*self._before, *self._withheld]
+        decode = self._tokenizer.decode
+        text = decode(ids)[len(decode(self._before)) :]
+        self._before, self._withheld = self._last(ids), []
         return text

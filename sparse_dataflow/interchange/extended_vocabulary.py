@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
+from sparse_dataflow.data.tokenizer_library import BYTE_TOKEN
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, escaped
 from sparse_dataflow.interchange import special_tokens, tokenizer_files
@@ -42,7 +42,6 @@ _LOG = logging.getLogger(__name__)
 _FIRST = 0x10000
 """Character that stands for the first old token while merges are learned."""
 _SPACE = "\u2581"
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BATCH = 256
 
 
@@ -96,10 +95,15 @@ def extended(base: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
     that is in use, which may be rows that a padded vocabulary has already.
 
     Raises:
-      UserError: the texts give no token.
+      UserError: the texts give no token, or `base` is not BPE of bytes.
     """
     original = base.original or tokenizer_files.plain_text(base)
     fields = json_files.parse(original)
+    if not tokenizer_library.joins_bytes(fields):
+        raise UserError(
+            f"data.extend_vocabulary={count} does not work with the tokenizer of this model; legal "
+            "for byte-level BPE and BPE with byte fallback."
+        )
     new = _learn(fields, list(plain.short_words(iter(texts))), count)
     if not new.tokens:
         raise UserError(
@@ -110,7 +114,7 @@ def extended(base: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
         _LOG.warning("the corpus gives %d of %d more tokens", len(new.tokens), count)
     ids = base.original_ids or tuple(range(base.vocab_size))
     # A special token may have an id beyond the rows.
-    first = 1 + max(*_used(base, fields, ids), *_vocabulary(fields).values())
+    first = 1 + max(*_used(base, fields, ids), *tokenizer_library.vocabulary(fields).values())
     numbers = list(range(first, first + len(new.tokens)))
     text = json.dumps(_with_tokens(fields, new, numbers), ensure_ascii=False)
     size = max(base.vocab_size, first + len(numbers))
@@ -195,15 +199,9 @@ def _has_fallback(fields) -> bool:
     return bool(fields["model"].get("byte_fallback"))
 
 
-def _vocabulary(fields) -> dict[str, int]:
-    """Returns the id of each token of a tokenizer.json."""
-    added = {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
-    return dict(fields["model"]["vocab"]) | added
-
-
 def _used(base, fields, ids) -> set[int]:
     """Returns the ids that a token has, or a file of the model names."""
-    used = {*_vocabulary(fields).values(), ids[-1]}
+    used = {*tokenizer_library.vocabulary(fields).values(), ids[-1]}
     special = {*base.identity.prefix, *base.identity.ends}
     used |= {ids[number] for number in special}
     for name in (CONFIG, special_tokens.GENERATION):
@@ -219,21 +217,21 @@ def _with_tokens(fields, new: _Learned, numbers) -> dict[str, Any]:
     as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)
     merges = [" ".join(pair) if as_text else list(pair) for pair in new.merges]
     # The library numbers added tokens that the model does not have anew, after all of the model's.
-    vocab = {**_vocabulary(fields), **dict(zip(new.tokens, numbers, strict=True))}
+    vocab = {**tokenizer_library.vocabulary(fields), **dict(zip(new.tokens, numbers, strict=True))}
     return {**fields, "model": {**model, "vocab": vocab, "merges": [*model["merges"], *merges]}}
 
 
 def _learn(fields, texts: list[str], count: int) -> _Learned:
     characters = _characters(fields, texts, count // 2) if _has_fallback(fields) else []
     if characters:  # They are symbols of the words from here on.
-        first = 1 + max(_vocabulary(fields).values())
+        first = 1 + max(tokenizer_library.vocabulary(fields).values())
         numbers = range(first, first + len(characters))
         fields = _with_tokens(fields, _Learned(characters, []), numbers)
     words, symbols = _words(fields, texts)
     wanted, more = count - len(characters), count
     while True:
         pairs = _merges(words, len(symbols), more)
-        new = _named(pairs, symbols, set(_vocabulary(fields)), wanted)
+        new = _named(pairs, symbols, set(tokenizer_library.vocabulary(fields)), wanted)
         if len(new.tokens) >= wanted or len(pairs) < more:
             return _Learned(characters + new.tokens, new.merges)
         more *= 2
@@ -242,7 +240,11 @@ def _learn(fields, texts: list[str], count: int) -> _Learned:
 def _characters(fields, texts, most: int) -> list[str]:
     """Returns the characters, so far of byte tokens, that are to be tokens, most frequent first."""
     engine = _engine(fields)
-    values = {n: int(t[3:5], 16) for t, n in _vocabulary(fields).items() if _BYTE.fullmatch(t)}
+    values = {
+        n: int(t[3:5], 16)
+        for t, n in tokenizer_library.vocabulary(fields).items()
+        if BYTE_TOKEN.fullmatch(t)
+    }
     counts: collections.Counter[str] = collections.Counter()
     for ids, _ in _encoded(engine, texts):
         run = bytes(values.get(number, 10) for number in ids)
@@ -279,7 +281,7 @@ def _words(fields, texts) -> tuple[list[str], list[str]]:
       A line for each text, with a line break between words, whose characters stand for
       tokens from _FIRST on; and the token that each stands for.
     """
-    vocab = _vocabulary(fields)
+    vocab = tokenizer_library.vocabulary(fields)
     names = [""] * (max(vocab.values()) + 1)
     for token, number in vocab.items():
         names[number] = token
@@ -319,7 +321,7 @@ def _kinds(names, added, fallback) -> _Kinds:
     if not fallback:  # The pre-tokenizer of a byte-level tokenizer says what a word is.
         nothing = np.zeros(len(names), np.int64)
         return _Kinds(np.array(alone), nothing.astype(bool), nothing)
-    alone = [a or bool(_BYTE.fullmatch(name)) for a, name in zip(alone, names, strict=True)]
+    alone = [a or bool(BYTE_TOKEN.fullmatch(name)) for a, name in zip(alone, names, strict=True)]
     digits = any(len(name) > 1 and name.isdecimal() for name in names)
     alone = [a or (not digits and n[-1:].isdecimal()) for a, n in zip(alone, names, strict=True)]
     starts = [name.startswith(_SPACE) for name in names]

@@ -5,8 +5,7 @@ from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, special_tokens, tokenizer_files
 
-_LISTS = ("vocab.json", "merges.txt")
-_FILES = (tokenizer_files.FILE, "config.json", *special_tokens.FILES, *_LISTS)
+_FILES = (tokenizer_files.FILE, "config.json", *special_tokens.FILES)
 
 
 def named_tokenizer(name: str) -> Tokenizer:
@@ -24,19 +23,19 @@ def named_tokenizer(name: str) -> Tokenizer:
     """
     folder = hub_models.local_folder(name, _FILES)
     path = folder / tokenizer_files.FILE
-    if not path.exists() and not all((folder / file).exists() for file in _LISTS):
-        raise UserError(
-            f"data.tokenizer={name} has no {tokenizer_files.FILE}, nor vocab.json with merges.txt; "
-            "legal: bpe, gpt2, none, a folder that has them, hf:OWNER/NAME."
-        )
     try:
-        fields = json_files.load(path) if path.exists() else {}
-        if "format" in fields:  # Of a run folder.
+        if path.exists() and "format" in json_files.load(path):  # Of a run folder.
             return Tokenizer.load(path)
+        vocab = tokenizer_files.vocabulary(folder)
+        if vocab is None:
+            raise UserError(
+                f"data.tokenizer={name} has no {tokenizer_files.LEGAL}; legal: bpe, gpt2, none, a "
+                "folder that has them, hf:OWNER/NAME."
+            )
         config_path = folder / "config.json"
         config = json_files.load(config_path) if config_path.exists() else {}
         if "vocab_size" not in config:
-            config = dict(config) | _sizes(folder, fields)
+            config = dict(config) | _sizes(folder, vocab)
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
             raise
@@ -44,10 +43,8 @@ def named_tokenizer(name: str) -> Tokenizer:
     return tokenizer_files.read(folder, config).tokenizer
 
 
-def _sizes(folder, fields):
+def _sizes(folder, vocab):
     """Returns the fields of a config.json that `tokenizer_files.read` needs."""
-    vocab = dict(fields["model"]["vocab"]) if fields else json_files.load(folder / "vocab.json")
-    vocab |= {token["content"]: token["id"] for token in fields.get("added_tokens") or ()}
     settings, path = {}, folder / special_tokens.SETTINGS
     if path.exists():
         settings = json_files.load(path)

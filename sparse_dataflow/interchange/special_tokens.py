@@ -20,7 +20,7 @@ from sparse_dataflow.files.errors import UserError
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 GENERATION, MAP, ADDED = "generation_config.json", "special_tokens_map.json", "added_tokens.json"
 FILES = (GENERATION, SETTINGS, MAP, ADDED, TEMPLATE, "chat_template.json", "vocab.json",
-         "merges.txt", "tokenizer.model")  # fmt: skip
+         "merges.txt", "vocab.txt", "tokenizer.model")  # fmt: skip
 """Files that an import keeps and an export writes back."""
 
 LARGEST_FILE = 64 * 2**20
@@ -31,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 _GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _OF_CLASS = {
+    "BertTokenizer": {
+        f"{name.lower()}_token": f"[{name}]" for name in ("UNK", "SEP", "PAD", "CLS", "MASK")
+    },
     "GPT2Tokenizer": _GPT2,
     "LlamaTokenizer": _LLAMA,
     "CodeLlamaTokenizer": _LLAMA,
@@ -81,14 +84,19 @@ def tokenizer_class(settings: Mapping[str, object]) -> str:
     return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
-def names(files: Mapping[str, bytes], folder: Path) -> dict[str, str]:
+def names(files: Mapping[str, bytes], folder: Path, kind: str = "") -> dict[str, str]:
     """Returns the text of each named token, such as "bos_token".
 
     As in `transformers`, special_tokens_map.json comes before a tokenizer_config.json without
     `added_tokens_decoder`, and the defaults of the tokenizer's class come last.
+
+    Args:
+      files: see `read_files`.
+      folder: for messages.
+      kind: class of a tokenizer whose files name none.
     """
     settings, listed = (fields_of(files, name, folder) for name in (SETTINGS, MAP))
-    given: dict[str, Any] = dict(_OF_CLASS.get(tokenizer_class(settings), {}))
+    given: dict[str, Any] = dict(_OF_CLASS.get(tokenizer_class(settings) or kind, {}))
     given |= {name: token for name, token in settings.items() if name.endswith("_token")}
     for name, token in listed.items():
         before = _text(given.get(name))
@@ -133,7 +141,8 @@ def ends(
     """Returns the ids that end a text; the first divides documents.
 
     They are those of generation_config.json, else of config.json, else the eos_token of the
-    tokenizer's files, else `end_of_text`.
+    tokenizer's files, else `end_of_text`, else the sep_token, which ends the texts of models with
+    BERT's tokens. Ids that are not in the vocabulary do not count.
 
     Args:
       config: fields of config.json.
@@ -149,10 +158,11 @@ def ends(
     config_ids, generation_ids = (
         ids_of(fields.get("eos_token_id"), "eos_token_id") for fields in (config, generation)
     )
-    named = vocab.get(tokens.get("eos_token", ""))
+    token_ids = [vocab.get(tokens.get(name, "")) for name in ("eos_token", "sep_token")]
+    named = token_ids[0]
     found = generation_ids or config_ids
     size = config["vocab_size"]
-    beyond = [number for number in found[1:] if not 0 <= number < size]
+    beyond = [number for number in found if not 0 <= number < size]
     found = [number for number in found if number not in beyond]
     if beyond:
         _LOG.warning("%s: the ends %s are not in the vocabulary of %d", folder, beyond, size)
@@ -167,14 +177,19 @@ def ends(
             "none of them", folder, found, tokens["eos_token"], named,
         )  # fmt: skip
     if not found:
-        other = vocab.get(end_of_text)
-        found = [number for number in (named, other) if number is not None][:1]
+        named_ids = (named, vocab.get(end_of_text), token_ids[1])
+        found = [number for number in named_ids if number is not None and number < size][:1]
         if not found:
             raise ValueError(
                 "no file names the end of text; legal: eos_token_id in config.json or "
-                "generation_config.json, or an eos_token of the vocabulary in tokenizer_config.json"
+                f"generation_config.json, from 0 to {size - 1}, or an eos_token of the vocabulary "
+                "in tokenizer_config.json"
             )
-        _LOG.warning("%s: config.json has no eos_token_id; texts end at id %d", folder, found[0])
+        _LOG.warning(
+            "%s: config.json has no eos_token_id of the vocabulary; texts end at id %d, %r; set "
+            "another eos_token_id if they end elsewhere", folder, found[0],
+            next(token for token, number in vocab.items() if number == found[0]),
+        )  # fmt: skip
     first = next((number for number in config_ids if number in found), found[0])
     return [first, *(number for number in found if number != first)]
 
@@ -199,6 +214,7 @@ def prefix(
     tokens: Mapping[str, str],
     end: int,
     folder: Path,
+    text: str = "a",
 ) -> list[int]:
     """Returns the ids that the library puts in front of a text.
 
@@ -210,13 +226,14 @@ def prefix(
       tokens: see `names`.
       end: id that ends a document.
       folder: for messages.
+      text: a text that has tokens.
     """
     with tokenizer_library.failures("encode a text"):
-        encoded = engine.encode("a", add_special_tokens=True)
+        encoded = engine.encode(text, add_special_tokens=True)
     special = encoded.special_tokens_mask
-    text = [place for place, mark in enumerate(special) if not mark]
-    before = encoded.ids[: text[0]] if text else []
-    after = encoded.ids[text[-1] + 1 :] if text else []
+    places = [place for place, mark in enumerate(special) if not mark]
+    before = encoded.ids[: places[0]] if places else []
+    after = encoded.ids[places[-1] + 1 :] if places else []
     flag, bos = settings.get("add_bos_token"), engine.token_to_id(tokens.get("bos_token", ""))
     if isinstance(flag, bool) and flag != bool(before) and (bos is not None or not flag):
         words = "adds" if flag else "leaves out"

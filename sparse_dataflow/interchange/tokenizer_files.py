@@ -1,7 +1,9 @@
-"""Hugging Face tokenizer files: tokenizer.json, or vocab.json and merges.txt.
+"""Hugging Face tokenizer files: tokenizer.json, or vocab.json and merges.txt, or BERT's vocab.txt.
 
-BPE of two kinds is read: byte-level, as GPT-2's, Llama 3's and Qwen's, and with byte fallback, as
-Llama 2's and Mistral's, whose tokens are characters, with U+2581 for a space and <0xHH> for a byte.
+All kinds are read. BPE is read by its merges if it is byte-level, as GPT-2's, Llama 3's and Qwen's,
+or has byte fallback, as Llama 2's and Mistral's, whose tokens are characters, with U+2581 for a
+space and <0xHH> for a byte. Of others, such as WordLevel, Unigram and WordPiece, each token is what
+the decoder of the file writes for it.
 
 Hugging Face vocabularies may have special tokens at any id. In this project the ids of text come
 first and the end-of-text id is last, so an import reorders the vocabulary. An imported
@@ -12,8 +14,7 @@ original ids.
 import dataclasses
 import json
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from sparse_dataflow.data.tokenizer import (
     parse_merges,
     to_byte_alphabet,
 )
-from sparse_dataflow.data.tokenizer_library import Identity
+from sparse_dataflow.data.tokenizer_library import BYTE_TOKEN, Identity
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import special_tokens
@@ -37,10 +38,18 @@ from sparse_dataflow.interchange import special_tokens
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
 _LOG = logging.getLogger(__name__)
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPACE = "\u2581"
 _ALPHABET = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+_LISTS = ("vocab.json", "merges.txt")
+_WORDS = "vocab.txt"
+
+_BERT = "BertTokenizer"
+
+LEGAL = f"{FILE}, nor {' with '.join(_LISTS)}, nor {_WORDS}"
+"""The files of a tokenizer, after "neither" or "no"."""
+
+_SENTENCE = "The cat's 12 caf\u00e9s,  (it) said:\n\tNO!"
 
 
 class Read(NamedTuple):
@@ -59,31 +68,31 @@ def read(folder: Path, config: Mapping[str, object]) -> Read:
     """Reads the tokenizer of a Hugging Face directory, with its special tokens and other files.
 
     Args:
-      folder: folder with tokenizer.json, or vocab.json and merges.txt. Without these files, a
-        model with GPT-2's 50,257 tokens gets GPT-2's tokenizer.
+      folder: folder with tokenizer.json, or vocab.json and merges.txt, or vocab.txt. Without
+        these files, a model with GPT-2's 50,257 tokens gets GPT-2's tokenizer.
       config: fields of its config.json.
 
     Raises:
-      UserError: the tokenizer is missing, damaged, or of another kind.
+      UserError: the tokenizer is missing or damaged, or needs a class of transformers.
     """
     folder, size = Path(folder), config["vocab_size"]
-    if (folder / FILE).exists():
-        path, parse = folder / FILE, _parse_json
-    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        path, parse = folder / "vocab.json", _parse_lists
-    elif size == GPT2_VOCAB_SIZE:
+    source = _source(folder)
+    if source is None and size == GPT2_VOCAB_SIZE:
         _LOG.warning("%s has no tokenizer: GPT-2's is used, for its 50,257 tokens", folder)
         return Read(gpt2_tokenizer(), np.arange(size))
-    else:
+    if source is None:
         raise UserError(
-            f"{folder} has no tokenizer: neither {FILE} nor vocab.json with merges.txt."
+            f"{folder} has no tokenizer: neither {LEGAL}. AutoTokenizer.from_pretrained(DIR)."
+            f"save_pretrained(DIR) of transformers makes {FILE} of other files, such as "
+            "SentencePiece's."
         )
+    path, parse = source
     files = special_tokens.read_files(folder)
     generation, settings = (
         special_tokens.fields_of(files, name, folder)
         for name in (special_tokens.GENERATION, special_tokens.SETTINGS)
     )
-    names = special_tokens.names(files, folder)
+    names = special_tokens.names(files, folder, _BERT if parse is _parse_words else "")
     template = special_tokens.chat_template(files, names, folder)
     try:
         parsed = parse(folder, files, names)
@@ -94,9 +103,10 @@ def read(folder: Path, config: Mapping[str, object]) -> Read:
             raise ValueError("two tokens share an id")
         ends = special_tokens.ends(config, generation, names, vocab, END_OF_TEXT, folder)
         result = _reorder(parsed, size, config, ends[0])
-        result = _with_original(result, parsed.original)
+        result.tokenizer.validate_original()
         engine = tokenizer_library.from_text(parsed.original)
-        prefix = special_tokens.prefix(engine, settings, names, ends[0], folder)
+        probe = _probe(engine, result.tokenizer, folder) if parsed.certain else "a"
+        prefix = special_tokens.prefix(engine, settings, names, ends[0], folder, probe)
         start = special_tokens.start(config, generation, names, vocab)
         tokenizer = dataclasses.replace(result.tokenizer, chat_template=template)
         identity = _identity(tokenizer, prefix, ends, start, files)
@@ -105,6 +115,52 @@ def read(folder: Path, config: Mapping[str, object]) -> Read:
         if isinstance(error, UserError):
             raise
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
+
+
+def _source(folder):
+    """Returns (file, its reader) of a directory; None without a file."""
+    sources = (((FILE,), _parse_json), (_LISTS, _parse_lists), ((_WORDS,), _parse_words))
+    for needed, parse in sources:
+        if all((folder / name).exists() for name in needed):
+            return folder / needed[0], parse
+    return None
+
+
+def vocabulary(folder: Path) -> dict[str, int] | None:
+    """Returns the id of each token in a directory; None where it has no tokenizer.
+
+    Raises:
+      Exception: one of `json_files.MALFORMED` where the file is damaged.
+    """
+    source = _source(folder)
+    if source is None:
+        return None
+    path, parse = source
+    if parse is _parse_words:
+        return _words(path)
+    fields = json_files.load(path)
+    return tokenizer_library.vocabulary(fields) if parse is _parse_json else fields
+
+
+def _probe(engine, tokenizer, folder):
+    """Says whether texts come back as they were, and returns a text that has tokens."""
+
+    def encoded(text):
+        try:
+            with tokenizer_library.failures("encode a text"):
+                return engine.encode(text, add_special_tokens=False).ids
+        except UserError:  # No token stands for what is unknown.
+            return []
+
+    with tokenizer_library.failures("decode tokens"):
+        back = engine.decode(encoded(_SENTENCE), skip_special_tokens=True)
+    if back != _SENTENCE:
+        _LOG.warning(
+            "%s: texts do not come back as they were: %r becomes %r; bits per byte count the bytes "
+            "of what tokens are decoded to", folder, _SENTENCE, back,
+        )  # fmt: skip
+    texts = (tokenizer.decode([number]).strip() for number in range(len(tokenizer.tokens)))
+    return next((text for text in texts if encoded(text)), "a")
 
 
 def _identity(tokenizer, prefix, ends, start, files):
@@ -135,6 +191,7 @@ class _Parsed(NamedTuple):
       texts: tokens that are text although no merge makes them.
       spell: returns the bytes of a token in the byte alphabet.
       original: text of its tokenizer.json.
+      certain: tokens that are text even if config.json names them as special.
     """
 
     vocab: dict[str, int]
@@ -143,6 +200,7 @@ class _Parsed(NamedTuple):
     texts: set[str]
     spell: Callable[[str], str]
     original: str
+    certain: Collection[str] = ()
 
 
 def _parse_json(folder, files, names):
@@ -151,16 +209,8 @@ def _parse_json(folder, files, names):
     fields = json_files.parse(original)
     model = fields["model"]
     fallback = bool(model.get("byte_fallback"))
-    kind = "ByteFallback" if fallback else "ByteLevel"
-    byte_level = "ByteLevel" in json.dumps(fields["pre_tokenizer"])
-    if model.get("type", "BPE") != "BPE" or byte_level == fallback:
-        raise ValueError("it is neither byte-level BPE nor BPE with byte fallback")
-    decoder = fields.get("decoder")
-    if (decoder is not None or fallback) and kind not in json.dumps(decoder):
-        raise ValueError(f"its decoder is not {kind}")
-    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(affix):
-            raise ValueError(f"it has {affix}={model[affix]!r}; legal: none")
+    if not tokenizer_library.joins_bytes(fields):
+        return _parsed_by_library(original, fields, names)
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     vocab = dict(model["vocab"])
     specials, texts = set(), set(vocab) if fallback or model.get("ignore_merges") else set()
@@ -179,9 +229,33 @@ def _parse_json(folder, files, names):
     return _Parsed(vocab, merges, specials, texts - specials, spell, original)
 
 
+def _parsed_by_library(original, fields, names):
+    """Returns the vocabulary of a tokenizer.json whose tokens are what its decoder writes."""
+    vocab = tokenizer_library.vocabulary(fields)
+    named = {tokenizer_library.unknown_token(fields), END_OF_TEXT, *names.values()}
+    specials = tokenizer_library.special_tokens(original) | (named & set(vocab))
+    texts = {token: number for token, number in vocab.items() if token not in specials}
+    try:
+        engine = tokenizer_library.from_text(original)
+    except ValueError as error:
+        raise ValueError(f"its original cannot be read ({error})") from None
+    written = tokenizer_library.written(engine, list(texts.values()))
+    spelled = {token: _spelled(token, text) for token, text in zip(texts, written)}
+    return _Parsed(vocab, (), specials, set(texts), spelled.__getitem__, original, set(texts))
+
+
+def _spelled(token, text):
+    """Returns the bytes of a token, of which the library writes a text."""
+    if BYTE_TOKEN.fullmatch(token) and token not in text:
+        return from_bytes(bytes.fromhex(token[3:5]))
+    if "\ufffd" in text and set(token) <= _ALPHABET:
+        return token  # Part of a character, of a byte-level tokenizer.
+    return to_byte_alphabet(text)
+
+
 def spell_fallback(token):
     """Returns the bytes of a token of a tokenizer with byte fallback, in the byte alphabet."""
-    if _BYTE_TOKEN.fullmatch(token):
+    if BYTE_TOKEN.fullmatch(token):
         return from_bytes(bytes.fromhex(token[3:5]))
     return to_byte_alphabet(token.replace(_SPACE, " "))
 
@@ -216,26 +290,52 @@ def _parse_lists(folder, files, names):
     return _Parsed(vocab, merges, specials, texts, str, original)
 
 
-def _with_original(result, text):
-    """Adds the file's text to the tokenizer, unless `write` gives the same text without it."""
-    if text == plain_text(result.tokenizer):
-        return result
-    ids = tuple(result.order.tolist())
-    tokenizer = dataclasses.replace(result.tokenizer, original=text, original_ids=ids)
-    tokenizer.validate_original()
-    return Read(tokenizer, result.order)
+def _words(path):
+    """Returns the id of each token of a vocab.txt, one in a line."""
+    lines = json_files.read_bytes(path).decode("utf-8").removesuffix("\n").split("\n")
+    return {line.removesuffix("\r"): number for number, line in enumerate(lines)}
+
+
+def _parse_words(folder, files, names):
+    """Returns the vocabulary of a vocab.txt, BERT's form of a tokenizer."""
+    settings = special_tokens.fields_of(files, special_tokens.SETTINGS, folder)
+    kind = special_tokens.tokenizer_class(settings) or _BERT
+    if kind != _BERT:
+        raise ValueError(f"it is a {kind} without a {FILE}; legal: {_BERT}, or add {FILE}")
+    vocab = _words(folder / _WORDS)
+    specials = [token for token in names.values() if token in vocab]
+    capitals = any(token != token.lower() for token in vocab if token[:1] != "[")
+    engine = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece(vocab, unk_token=names.get("unk_token", "[UNK]"))
+    )
+    engine.normalizer = tokenizers.normalizers.BertNormalizer(
+        handle_chinese_chars=bool(settings.get("tokenize_chinese_chars", True)),
+        strip_accents=settings.get("strip_accents"),
+        lowercase=bool(settings.get("do_lower_case", not capitals)),
+    )
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    engine.decoder = tokenizers.decoders.WordPiece()
+    engine.add_special_tokens(specials)
+    around = [names.get(f"{name}_token") for name in ("cls", "sep")]
+    if set(around) <= set(vocab):
+        engine.post_processor = tokenizers.processors.TemplateProcessing(
+            single=" $A ".join(around), special_tokens=[(token, vocab[token]) for token in around]
+        )
+    original = engine.to_str()
+    return _parsed_by_library(original, json_files.parse(original), names)
 
 
 def _reorder(parsed, size, config, end):
-    vocab, merges, specials, texts, spell, _ = parsed
+    vocab, merges, specials, texts, spell, original, certain = parsed
     config = {name: special_tokens.ids_of(config.get(name), name) for name in _SPECIAL_IDS}
     # Padding and the begin of text may be a text token, which stays text; the end may not.
     made = _ALPHABET | {token for left, right in merges for token in (left, right, left + right)}
+    made = made.union(certain)
     special_ids = {
         number
         for token, number in vocab.items()
         if token not in made
-        and not _BYTE_TOKEN.fullmatch(token)
+        and not BYTE_TOKEN.fullmatch(token)
         and any(number in numbers for numbers in config.values())
     } | {end}
     # A token is text if it is a byte, the result of a merge, or listed as text by the file.
@@ -252,7 +352,7 @@ def _reorder(parsed, size, config, end):
         has = f", which is the text token {name!r}" if name in made else ""
         raise ValueError(
             f"its end of text has the id {end}{has}; legal: an id under {size} that no text token "
-            "has"
+            f"has, or of the eos_token that {special_tokens.SETTINGS} names"
         )
     rest = [number for number in range(size) if number not in text_ids and number != end]
     order = np.array([number for number, _ in text] + rest + [end])
@@ -261,7 +361,10 @@ def _reorder(parsed, size, config, end):
         raise ValueError(f"a merge has the token {token!r}, which is not in the vocabulary")
     tokens = tuple(spell(token) for _, token in text)
     spelled = tuple((spell(left), spell(right)) for left, right in merges)
-    return Read(Tokenizer(tokens, spelled, size), order)
+    tokenizer = Tokenizer(tokens, spelled, size, original, tuple(order.tolist()))
+    if original == plain_text(tokenizer):  # `write` gives the same text without it.
+        tokenizer = Tokenizer(tokens, spelled, size)
+    return Read(tokenizer, order)
 
 
 def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:

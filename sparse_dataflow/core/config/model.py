@@ -123,7 +123,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     )
     d_ff: int = setting(help="Width of the MLP, in features.", legal=between(1, MOST_SIZE))
     vocab_size: int = setting(
-        help="Tokens of the vocabulary, which bpe learns; 257 or more.", legal=between(1, MOST_SIZE)
+        help="Tokens of the vocabulary; bpe learns 257 or more.", legal=between(1, MOST_SIZE)
     )
     max_len: int = setting(
         help="Learned positions; the longest training.sequence.", legal=between(1, MOST_SIZE)

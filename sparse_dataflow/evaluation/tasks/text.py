@@ -94,13 +94,12 @@ def continuation(tokenizer: Tokenizer, tokens: int) -> Builder:
 
     def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
         ids = tokenizer.encode(document.text)
-        leading = [tokenizer.tokens[i][0] for i in ids]
-        # Space and line feed in GPT-2's alphabet of one character per byte.
+        leading = [tokenizer.token_to_bytes(i)[:1] for i in ids.tolist()]
         starts = {
             space: [
                 i for i, c in enumerate(leading) if c == space and before <= i <= len(ids) - length
             ]
-            for space in ("Ġ", "Ċ")
+            for space in (b" ", b"\n")
         }
         for start in shuffled([i for indices in starts.values() for i in indices], rng):
             others = [i for i in starts[leading[start]] if abs(i - start) >= length]
