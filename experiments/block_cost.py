@@ -3,7 +3,7 @@
 Dense models of several widths are trained on equally many tokens a weight.  Each is pruned to half
 and a quarter of all projections: squares, rows (1 input x several outputs), columns, single
 weights, and a narrow dense model of equally many weights.  What stays is fitted to the outputs of
-the dense model (`sd.prune`, one round).  The cost of a block is its excess loss over that of the
+the dense model (`sd.prune`, in --rounds).  The cost of a block is its excess loss over that of the
 narrow model.  With --recover the pruned models are trained with the dense model as teacher.
 
 One law is fitted to the costs before recovery, over the sides of a block, the width and the
@@ -48,6 +48,9 @@ class Options:
         (0.0,),
         "Recoveries, as fractions of the training tokens; 0 is none.",
         legal=AT_LEAST_ZERO,
+    )
+    rounds: tuple[int, ...] = setting(
+        (1,), "Rounds of selection, see `sd.prune`; the law is of one.", legal=AT_LEAST_ONE
     )
     samples: int = setting(3, "Samples of calibration text.", legal=AT_LEAST_ONE)
     sequences: int = setting(512, "Sequences of a sample.", legal=AT_LEAST_ONE)

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import base_tokenizers
 import jax
 import numpy as np
+import other_tokenizers
 import pytest
+import tokenizers
 from jax import export as jax_export
 from marks import some
 from models import READABLE, export
@@ -81,8 +84,20 @@ def test_masks_of_rows_are_whole_matrices_in_a_program(tmp_path):
 def test_both_readers_take_the_same_arguments():
     folder = Path(program_form.__file__).parent
     texts = [(folder / f"{name}.py").read_text() for name in ("run_in_jax", "run_in_torch")]
-    first, second = (re.search(r"^def arguments.*?(?=^def )", t, re.M | re.S)[0] for t in texts)
+    first, second = (re.search(r"^def arguments.*?(?=^def main)", t, re.M | re.S)[0] for t in texts)
     assert first == second
+
+
+@pytest.mark.parametrize("kind", ["llama2", "gpt1"])
+def test_the_space_before_the_first_new_word_is_printed(kind):
+    tokenizer = other_tokenizers.gpt1()
+    if kind == "llama2":
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(base_tokenizers.fields(kind)))
+    whole, prompt = (tokenizer.encode(t).ids for t in ("the brown dog runs", "the brown"))
+    assert whole[: len(prompt)] == prompt
+    new = run_in_jax.added_text(tokenizer, prompt, whole[len(prompt) :])
+    assert tokenizer.decode(prompt) + new == tokenizer.decode(whole) == "the brown dog runs"
+    assert new == " dog runs"
 
 
 @pytest.mark.parametrize(

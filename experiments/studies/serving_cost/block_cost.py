@@ -74,19 +74,19 @@ def trained(options, width: int, corpus: text.Text) -> tuple[ModelConfig, dict]:
     return model, jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
-def target_of(shape: tuple[int, int], block: str, density: float) -> Target:
-    """Returns what is left of a projection [in, out], chosen in one round.
+def target_of(shape: tuple[int, int], block: str, density: float, rounds: int = 1) -> Target:
+    """Returns what is left of a projection [in, out], chosen in some rounds.
 
     Raises:
       UserError: it has no such blocks or density.
     """
     groups = Groups.parse(block)
     if not groups.is_square:
-        return Target(groups, groups.count(shape, density), 1)
+        return Target(groups, groups.count(shape, density), rounds)
     degree = density * math.gcd(*groups.grid(shape))
     if degree != round(degree):
         raise UserError(f"Blocks of {groups} have no equal fan-in and fan-out at {density:g}.")
-    return Target.balanced(shape, groups.rows, density, 1)
+    return Target.balanced(shape, groups.rows, density, rounds)
 
 
 class PrunedModel(NamedTuple):
@@ -104,18 +104,21 @@ class PrunedModel(NamedTuple):
 
 
 def pruned_model(
-    model: ModelConfig, params: Any, batches: Sequence, block: str, density: float
+    model: ModelConfig, params: Any, batches: Sequence, block: str, density: float, rounds: int = 1
 ) -> PrunedModel:
     """Returns a model with a fraction of its weights, or the narrow one of as many."""
     weights = ModelWeights(params)
     if block == NARROW:
-        narrow, targets = rebuild.narrow_targets(model, density, 1)
+        narrow, targets = rebuild.narrow_targets(model, density, rounds)
         memory, layers = InMemory(narrow), HeldLayers(weights)
         for layer in rebuild.rebuilt_layers(model, layers, batches, targets):
             memory.put(layer, smaller_layer(model, layer))
         params = memory.params(layers.ends())
         return PrunedModel(narrow, params, _all_stay(params))
-    chosen = {n: target_of(model.projection_shape(n), block, density) for n in model.projections}
+    chosen = {
+        name: target_of(model.projection_shape(name), block, density, rounds)
+        for name in model.projections
+    }
     targets = {name: functools.partial(_same, target) for name, target in chosen.items()}
     result = rebuild.rebuilt(model, weights, batches, targets)
     masks = _all_stay(result.params)
@@ -183,26 +186,26 @@ def run(options) -> int:
     tested = corpus.windows("held_out", options.sequence, TESTED)
     for width in options.widths:
         cells = itertools.product(
-            range(options.samples), options.densities, (NARROW, *options.shapes)
+            range(options.samples), options.densities, (NARROW, *options.shapes), options.rounds
         )
         left = {
-            (sample, density, shape): shares
-            for sample, density, shape in cells
+            (sample, density, shape, rounds): shares
+            for sample, density, shape, rounds in cells
             if (shares := [
                 share for share in options.recover
-                if (width, shape, density, sample, share) not in measured
+                if (width, shape, density, sample, share, rounds) not in measured
             ])
         }  # fmt: skip
         if not left:
             continue
         model, params = trained(options, width, corpus)
         dense = loss(model, params, tested)
-        for (sample, density, shape), shares in left.items():
+        for (sample, density, shape, rounds), shares in left.items():
             rng = np.random.default_rng(sample)
             tokens = corpus.batches(rng, 1, options.sequences, options.sequence)[0, :, :-1]
             batches = np.array_split(tokens, BATCHES)
             try:
-                pruned = pruned_model(model, params, batches, shape, density)
+                pruned = pruned_model(model, params, batches, shape, density, rounds)
             except UserError as error:
                 print(f"{runs.now()} width {width}, {shape} at {density:g}: none: {error}")
                 continue
@@ -213,14 +216,16 @@ def run(options) -> int:
                     result = {"loss": loss(pruned.model, pruned.params, tested)}
                 line = {
                     "width": width, "shape": shape, "density": density, "sample": sample,
-                    "recovery": share, **result, "dense": dense, **provenance(machine),
+                    "recovery": share, "rounds": rounds, **result, "dense": dense,
+                    **provenance(machine),
                 }  # fmt: skip
                 with (folder / runs.LINES).open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 lines.append(line)
                 print(
                     f"{runs.now()} width {width}, {shape} at {density:g}, sample {sample}, "
-                    f"recovery {share:g}: {result['loss']:.4f}, dense {dense:.4f}", flush=True,
+                    f"rounds {rounds}, recovery {share:g}: {result['loss']:.4f}, dense {dense:.4f}",
+                    flush=True,
                 )  # fmt: skip
     report(folder, lines, options.held_out)
     return 0

@@ -86,24 +86,25 @@ def _sides(shape):
 
 
 def place_of(line: dict) -> tuple:
-    """Returns (width, shape, density, sample, recovery) of a run."""
-    return *(line[n] for n in ("width", "shape", "density", "sample")), line.get("recovery", 0.0)
+    """Returns (width, shape, density, sample, recovery, rounds) of a run."""
+    place = tuple(line[name] for name in ("width", "shape", "density", "sample"))
+    return *place, line.get("recovery", 0.0), line.get("rounds", 1)
 
 
 def mean_cells(lines: runs.Lines) -> list[dict]:
-    """Returns a row for each width, shape, density and recovery: its mean excess over the dense
-    model, which is not trained further."""
+    """Returns a row for each width, shape, density, recovery and rounds: its mean excess over the
+    dense model, which is not trained further."""
     cells: dict[tuple, list[dict]] = {}
     for line in lines:
-        width, shape, density, _, recovery = place_of(line)
-        cells.setdefault((width, shape, density, recovery), []).append(line)
+        width, shape, density, _, recovery, rounds = place_of(line)
+        cells.setdefault((width, shape, density, recovery, rounds), []).append(line)
     rows = []
-    for (width, shape, density, recovery), each in sorted(cells.items()):
+    for (width, shape, density, recovery, rounds), each in sorted(cells.items()):
         excess = [line["loss"] - line["dense"] for line in each]
         rows.append(
             {
                 "width": width, "shape": shape, "density": density, "recovery": recovery,
-                "samples": len(each), "excess": float(np.mean(excess)),
+                "rounds": rounds, "samples": len(each), "excess": float(np.mean(excess)),
                 "spread": float(np.ptp(excess)), "dense": each[0]["dense"],
             }
         )  # fmt: skip
@@ -116,7 +117,7 @@ def mean_cells(lines: runs.Lines) -> list[dict]:
 
 def _place(row):
     """Returns what a row shares with its rival."""
-    return row["width"], row["density"], row["recovery"]
+    return row["width"], row["density"], row["recovery"], row["rounds"]
 
 
 def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
@@ -128,7 +129,8 @@ def report(folder: Path, lines: runs.Lines, held_out: str) -> dict:
     cells = mean_cells(lines)
     blocks = [
         cell for cell in cells
-        if cell["shape"] != NARROW and not cell["recovery"] and cell["to_narrow"] is not None
+        if cell["shape"] != NARROW and cell["to_narrow"] is not None
+        and not cell["recovery"] and cell["rounds"] == 1
     ]  # fmt: skip
     largest = max(cell["width"] for cell in cells)
     rules = {
@@ -185,13 +187,13 @@ def page(result: dict) -> str:
     shapes = list(dict.fromkeys(cell["shape"] for cell in sorted(cells, key=_order)))
     text = ["# What a block costs", "", "Commands:", ""]
     text += [f"    {console.with_commands(each)}" for each in result["commands"]]
-    for (density, recovery), each in _by_treatment(cells):
+    for treatment, each in _by_treatment(cells):
         by_place = {(cell["width"], cell["shape"]): cell for cell in each}
         for title, number in (
             ("excess loss over the dense model, bits a symbol", lambda c: f"{c['excess']:.3f}"),
             ("the same over the narrow model's", _to_narrow),
         ):
-            text += ["", f"## {_treatment(density, recovery)}: {title}", ""]
+            text += ["", f"## {_treatment(*treatment)}: {title}", ""]
             rows = [
                 (shape, *(
                     number(by_place[width, shape]) if (width, shape) in by_place else "-"
@@ -234,15 +236,17 @@ def _number(value):
 
 
 def _by_treatment(cells):
-    """Returns [((density, recovery), cells)], before any recovery and from the highest density."""
-    treatments: dict[tuple[float, float], list[dict]] = {}
+    """Returns [((rounds, recovery, density), cells)], one round and no recovery first."""
+    treatments: dict[tuple[int, float, float], list[dict]] = {}
     for cell in cells:
-        treatments.setdefault((cell["density"], cell["recovery"]), []).append(cell)
-    return sorted(treatments.items(), key=lambda item: (item[0][1], -item[0][0]))
+        place = cell["rounds"], cell["recovery"], cell["density"]
+        treatments.setdefault(place, []).append(cell)
+    return sorted(treatments.items(), key=lambda item: (*item[0][:2], -item[0][2]))
 
 
-def _treatment(density, recovery):
-    return f"density {density:g}" + (f", recovery {recovery:.0%}" if recovery else "")
+def _treatment(rounds, recovery, density):
+    text = f"density {density:g}" + (f", recovery {recovery:.0%}" if recovery else "")
+    return text + (f", {rounds} rounds" if rounds > 1 else "")
 
 
 def _to_narrow(cell):

@@ -89,6 +89,11 @@ def arguments(vocabulary, most):
     return given, tokenizer
 
 
+def added_text(tokenizer, before, new):
+    """Returns what new tokens add to the text of those before, with the space between words."""
+    return tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
+
+
 def main():
     """Prints the continuation of a text, or of token ids."""
     model = Model(Path(__file__).parent)
@@ -99,7 +104,8 @@ def main():
         print(*ids)
     else:
         end = config["end_of_text"]
-        print(given.prompt + tokenizer.decode(ids[: ids.index(end)] if end in ids else ids))
+        new = ids[: ids.index(end)] if end in ids else ids
+        print(given.prompt + added_text(tokenizer, given.tokens, new))
 
 
 if __name__ == "__main__":

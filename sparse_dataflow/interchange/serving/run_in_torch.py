@@ -217,6 +217,11 @@ def arguments(vocabulary, most):
     return given, tokenizer
 
 
+def added_text(tokenizer, before, new):
+    """Returns what new tokens add to the text of those before, with the space between words."""
+    return tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
+
+
 def main():
     """Prints the continuation of a text, or of token ids."""
     folder = Path(__file__).parent
@@ -227,8 +232,8 @@ def main():
     if tokenizer is None:
         print(*ids)
     else:
-        text = ids[: ids.index(model.end)] if model.end in ids else ids
-        print(given.prompt + tokenizer.decode(text))
+        new = ids[: ids.index(model.end)] if model.end in ids else ids
+        print(given.prompt + added_text(tokenizer, given.tokens, new))
 
 
 if __name__ == "__main__":
