@@ -3,7 +3,7 @@
     python examples/compare_pruning.py                      a small Llama, trained here first
     python examples/compare_pruning.py --model=DIR          your language model
     python examples/compare_pruning.py --model=DIR --ids=FILE --sequences=512
-        on your token ids, a JSON list of equally long lists: the first 64 for the loss
+        on token ids of sd.load(DIR), a JSON list of equally long lists: the first 64 for the loss
 
 Half of every projection stays, except keys and values.  The narrow model has half of the heads and
 hidden features.  The table has the loss on held-out text in nats per token, right after pruning,
@@ -140,7 +140,7 @@ if __name__ == "__main__":
         "--recover", default=(), nargs="+", type=float,
         help="shares of the dense training, such as 0.01 0.05 0.2, to train the pruned models for",
     )  # fmt: skip
-    parser.add_argument("--ids", default="", help="JSON file of rows of token ids")
+    parser.add_argument("--ids", default="", help="JSON file of rows of token ids, as of sd.load")
     parser.add_argument("--sequences", default=SEQUENCES, type=int, help="of the fit")
     parser.add_argument("--tested", default=SEQUENCES, type=int, help="sequences of the loss")
     main(**vars(parser.parse_args()))

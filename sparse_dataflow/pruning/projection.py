@@ -26,6 +26,8 @@ MOST_OPERATIONS = 2e12
 """Operations of the rounds of a projection, up to which there are several by default."""
 SAMPLE = 64
 """Groups of outputs that the damping is chosen by."""
+LARGE = 1024
+"""Inputs from which it is chosen by a quarter of these groups: each is fitted for each damping."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,8 +119,9 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
     """Returns a projection with few weights, whose outputs are nearest to the wanted ones.
 
     The damping is the one with which one round of selection and a fit to `fit` give the least error
-    on held-out tokens, over at most `SAMPLE` groups of outputs.  With it, groups and weights are
-    chosen from all tokens.
+    on held-out tokens, over at most `SAMPLE` groups of outputs, or a quarter of them if groups of
+    several outputs have `LARGE` or more inputs.  With it, groups and weights are chosen from all
+    tokens.
 
     Raises:
       UserError: the moments have no positive definite matrix at any damping.
@@ -129,7 +132,9 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
         result = prune(first, second, _transformed(kernel, target.hadamard), bare)
         return result._replace(kernel=_transformed(result.kernel, target.hadamard))
     count = kernel.shape[1] // target.groups.cols
-    sample = np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(int))
+    is_large = kernel.shape[0] >= LARGE and target.groups.cols >= 4
+    most = SAMPLE // 4 if is_large else SAMPLE
+    sample = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
     columns = second_order.expanded(np.isin(np.arange(count), sample)[None], target.groups)[0]
     columns = np.flatnonzero(columns)
     few_fit, few_held_out = fit.outputs(columns), held_out.outputs(columns)
