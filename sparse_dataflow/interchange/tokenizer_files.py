@@ -346,6 +346,8 @@ def _reorder(parsed, size, config, end):
         if token in text_tokens and token not in specials and number not in special_ids
     )
     tokenizer_library.refuse_beyond(vocab, specials, size)
+    if not text:
+        raise ValueError("all of its tokens are special; legal: at least one token of text")
     text_ids = {number for number, _ in text}
     name = next((token for token, number in vocab.items() if number == end), None)
     if not 0 <= end < size or (name in made and name not in specials):

@@ -172,6 +172,10 @@ def test_a_vocabulary_of_lines_is_that_of_bert(tmp_path, caplog):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
     with pytest.raises(UserError, match=r"EsmTokenizer without a tokenizer.json; legal: Bert"):
         tokenizer_files.read(tmp_path, config)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[SEP]\n")
+    with pytest.raises(UserError, match="all of its tokens are special"):
+        tokenizer_files.read(tmp_path, {"vocab_size": 2})
     (tmp_path / "vocab.txt").unlink()
     with pytest.raises(UserError, match=r"nor vocab.txt. AutoTokenizer.from_pretrained\(DIR\)"):
         tokenizer_files.read(tmp_path, config)
