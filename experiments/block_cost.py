@@ -6,7 +6,7 @@ weights, and a narrow dense model of equally many weights.  What stays is fitted
 the dense model (`sd.prune`, in --rounds).  The cost of a block is its excess loss over that of the
 narrow model.  With --recover the pruned models are trained with the dense model as teacher.
 
-One law is fitted to the costs before recovery, over the sides of a block, the width and the
+One law is fitted to the costs before recovery, over the weights of a block, the width and the
 density.  It says from which width a shape beats the narrow model.  It is fitted again without the
 largest width, and without one shape, and predicts what it has not seen.
 

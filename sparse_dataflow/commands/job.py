@@ -60,7 +60,7 @@ from sparse_dataflow.monitoring.time_budget import TimeBudget
 from sparse_dataflow.monitoring.time_left import Progress, Show, TimeLeft
 from sparse_dataflow.monitoring.user_metrics import UserMetrics
 from sparse_dataflow.planner import memory
-from sparse_dataflow.pruning import cuts
+from sparse_dataflow.pruning import run_start
 from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.relay.relay_executor import RelayExecutor
 from sparse_dataflow.reporting.report import PAGE
@@ -474,7 +474,7 @@ class Job:
             if run.prune_by != "weights" and v.model.partial_projections:
                 batches = map(data.train.__getitem__, itertools.count())
                 micro_batches = v.training.micro_batches
-                calibration = cuts.calibration(batches, run.prune_batches, micro_batches)
+                calibration = run_start.calibration(batches, run.prune_batches, micro_batches)
             model = v.phases[0].model
             return starting_point.initial_state_from(
                 start, model, v.training, self.executor, calibration, run.prune_by, run.prune_to

@@ -6,7 +6,6 @@ round-trips exactly. An imported tokenizer, which may be of any kind, also has i
 `tokenizer.json`, which then encodes and decodes.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -14,6 +13,7 @@ import importlib.util
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.cache import exclusive, resolved
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.lost_text import LostText
 from sparse_dataflow.data.tokenizer_library import NO_IDENTITY, Identity
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped
@@ -265,62 +266,21 @@ class Tokenizer:
         self._say_lost(texts, ids)
         return ids
 
+    def lost(self, texts: Sequence[str], ids: Iterable[np.ndarray]) -> Counter[str]:
+        """Returns `LostText.count` of texts and their ids; nothing if each byte has a token."""
+        return self._lost_text.count(texts, ids) if self._lost_text else Counter()
+
+    @functools.cached_property
+    def _lost_text(self) -> LostText | None:
+        """What counts text without a token; None where each byte has one."""
+        if not self.original or len({token for token in self.tokens if len(token) == 1}) == 256:
+            return None
+        unknown = tokenizer_library.unknown_token(json_files.parse(self.original))
+        return LostText(self._engine, self.special_ids, unknown)
+
     def _say_lost(self, texts, ids, chat=False):
-        """Says once that ids leave out something of texts."""
-        if self._every_byte or self._warned:
-            return
-        if chat:  # Special tokens are meant there, but for the unknown one.
-            ids = [row[row == self._unknown_id] for row in ids]
-        if lost := self.lost(texts, ids):
-            self._warned.append(True)
-            _LOG.warning("%s", lost_words(lost))
-
-    @functools.cached_property
-    def _unknown_id(self) -> int:
-        """Id of the unknown token; -1 for none."""
-        name = tokenizer_library.unknown_token(json_files.parse(self.original))
-        return self.special_ids.get(name or "", -1)
-
-    @functools.cached_property
-    def _warned(self) -> list[bool]:
-        return []
-
-    def lost(self, texts: Sequence[str], ids: Iterable[np.ndarray]) -> collections.Counter[str]:
-        """Counts what the ids of texts do not say of them; nothing if each byte has a token.
-
-        Returns:
-          How often each special token is in the ids, as the unknown one is for text without a
-          token, and how often each character is in the texts for which there is no id.
-        """
-        counts: collections.Counter[str] = collections.Counter()
-        if self._every_byte or not self.original:
-            return counts
-        for row in ids:
-            for number in row[row >= len(self.tokens)].tolist():
-                counts[self._engine.id_to_token(self.original_ids[number])] += 1
-        characters = set().union(*texts)
-        for character in characters:
-            if character not in self._left_out:
-                self._left_out[character] = not character.isspace() and self._leaves_out(character)
-            if self._left_out[character]:
-                counts[character] += sum(text.count(character) for text in texts)
-        return counts
-
-    def _leaves_out(self, character):
-        try:
-            with tokenizer_library.failures("encode a text"):
-                return not self._engine.encode(character, add_special_tokens=False).ids
-        except UserError:  # A text is refused where it has something unknown.
-            return False
-
-    @functools.cached_property
-    def _every_byte(self) -> bool:
-        return len({token for token in self.tokens if len(token) == 1}) == 256
-
-    @functools.cached_property
-    def _left_out(self) -> dict[str, bool]:
-        """Whether each character so far has no token; spaces may divide tokens instead."""
-        return {}
+        if self._lost_text:
+            self._lost_text.say(texts, ids, chat)
 
     def _rows_of(self, original):
         """Returns the ids of ids in `original`, which may name special tokens without a row."""
@@ -461,16 +421,6 @@ class Tokenizer:
         if not self.has_text:
             fields["has_text"] = False
         return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
-
-
-def lost_words(lost: collections.Counter[str]) -> str:
-    """Returns a clause for what `Tokenizer.lost` counted."""
-    names = [f"{name!r} ({count:,} times)" for name, count in lost.most_common(3)]
-    more = f" and {len(lost) - len(names):,} more" if len(lost) > len(names) else ""
-    return (
-        "the tokenizer has no token for some of the text; special tokens in its place, or "
-        f"characters that are left out: {', '.join(names)}{more}"
-    )
 
 
 def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:

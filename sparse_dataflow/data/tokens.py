@@ -30,7 +30,8 @@ from sparse_dataflow.data.cache import (
 from sparse_dataflow.data.corpora import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.fetched import with_progress
-from sparse_dataflow.data.tokenizer import Tokenizer, lost_words
+from sparse_dataflow.data.lost_text import lost_words
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped
 

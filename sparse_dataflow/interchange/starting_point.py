@@ -52,7 +52,7 @@ from sparse_dataflow.interchange import (
 )
 from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
-from sparse_dataflow.pruning import cuts, rebuild
+from sparse_dataflow.pruning import rebuild, run_start
 from sparse_dataflow.runs import adapted_model
 from sparse_dataflow.runs.run_config import (
     LONGEST_SEQUENCE,
@@ -381,7 +381,7 @@ def initial_state_from(
         refit = functools.partial(_refitted, batches=calibration) if rebuilding else None
         state = pattern_pruning.to_pattern(state, start.model, model, norms, refit)
     elif rebuilding:
-        dense, params, layouts = cuts.to_blocks(start.model, start.weights, model, calibration)
+        dense, params, layouts = run_start.to_blocks(start.model, start.weights, model, calibration)
         state = state._replace(params=jax.tree.map(jnp.array, params), rest=())
         state = change_model(state, dense, model, given=layouts)
     else:
@@ -392,7 +392,7 @@ def initial_state_from(
 
 def _refitted(old, params, new, layouts, batches):
     """Returns dense params that are fitted on the blocks of layouts."""
-    return cuts.to_blocks(old, ModelWeights(params), new, batches, layouts)[1]
+    return run_start.to_blocks(old, ModelWeights(params), new, batches, layouts)[1]
 
 
 def adapter_state_from(

@@ -7,7 +7,7 @@ import numpy as np
 
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.pruning import cuts
+from sparse_dataflow.pruning import run_start
 
 
 def is_equal(axes):
@@ -15,7 +15,7 @@ def is_equal(axes):
     batches = [{"tokens": rows} for rows in np.arange(288, dtype=np.int32).reshape(2, 16, 9)]
     executor = Sharded(meshes.make(meshes.parse(axes, 8), jax.devices()), 3)
     placed = [executor.put(batch, 16) for batch in batches]
-    tokens, expected = (cuts.calibration(each, 2, 3) for each in (placed, batches))
+    tokens, expected = (run_start.calibration(each, 2, 3) for each in (placed, batches))
     return len(tokens) == 6 and all(map(np.array_equal, tokens, expected))
 
 
