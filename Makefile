@@ -31,13 +31,13 @@ TPU_COMPILES := test_pallas_tpu_compiles.py test_tpu_passes_compile.py test_pall
 GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_compiles.py test_grouped_compiles.py test_decoding_compiles.py test_pallas_triton_compiles.py test_quantized_compiles.py
 
 # Tests of faults that happen to a run.
-FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_power_cut.py experiments/test_random_kills.py experiments/test_storm.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
+FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_power_cut.py experiments/test_random_kills.py experiments/test_drawn_inputs.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
 
 # Tests of code that runs only where an optional package is installed.
 OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_torch_reader.py interchange/test_generations.py interchange/test_published_tokenizers.py layers/test_frameworks.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all nightly optional faults mutants aot-tpu aot-gpu aot-rocm bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
+.PHONY: help env demo test test-all nightly optional real faults storm mutants aot-tpu aot-gpu aot-rocm bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="--flag=value ..."] [VENV=.venv] [PYTHON=python3.12]'
@@ -68,10 +68,20 @@ optional: ## run what needs torch, transformers of four releases, wandb, mlflow 
 	@.venv-optional/bin/python tests/interchange/published_tokenizers.py
 	.venv-optional/bin/python -m pytest -n $(WORKERS) --dist worksteal -m '' $(OPTIONAL_TESTS) $(TESTS)
 	.venv-optional/bin/python tests/layers/flax_suite.py
+	@$(MAKE) real ARGS="--models=smollm2 --short"
 
-faults: $(READY) ## every fault test, measured for docs/surviving.md; ARGS="--kills=200"
+real: ## check real models beside llama.cpp: ids, logits, texts, exports (fetches 400 MB in .venv-real); ARGS="--short"
+	@sh launch/make_env.sh .venv-real dev
+	@PYTHONPATH=$(CURDIR) .venv-real/bin/python tests/real/models.py
+	PYTHONPATH=$(CURDIR) .venv-real/bin/python tests/real/families.py
+	PYTHONPATH=$(CURDIR) .venv-real/bin/python tests/real/run.py $(ARGS)
+
+faults: $(READY) ## every fault test, measured for docs/evidence/surviving.md; ARGS="--kills=200"
 	FAULTS=$(CURDIR)/tests/experiments/faults.json $(BIN)/python -m pytest -m "" --hypothesis-profile=new-draws $(FAULT_TESTS) $(TESTS) $(ARGS); \
 	ended=$$?; $(BIN)/python tests/experiments/fault_records.py && exit $$ended
+
+storm: $(READY) ## draw combinations of settings and check relations between results; ARGS="--minutes=30 --seed=7"
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m storm $(ARGS)
 
 mutants: $(READY) ## apply small faults one by one, and report which tests catch them; ARGS="--only=padding"
 	@$(BIN)/python tests/mutation/run.py $(ARGS)

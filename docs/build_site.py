@@ -22,6 +22,7 @@ import sparse_dataflow
 from sparse_dataflow.commands import flag_conflicts
 from sparse_dataflow.commands.request import shown_default
 from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.executors.compatibility import PARALLELISMS
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import compatibility
@@ -29,10 +30,16 @@ from sparse_dataflow.runs.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = sparse_dataflow.__name__
-PAGES = {"README.md": "index.md", "BUILD.md": "build.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    **{
+        f"{name}.md": f"{name.lower()}.md"
+        for name in ("BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+    },
+}
 ASSETS = (
     *("LICENSE", "CITATION.cff"),
-    *("notebooks/sparse_gpt_colab.ipynb", "notebooks/chip_report_colab.ipynb"),
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("notebooks/*.ipynb")),
 )
 REFERENCE = {
     "Layers": [
@@ -149,6 +156,23 @@ def reference_page(page: str) -> str:
     return "\n".join(text)
 
 
+def settings_table(rows):
+    """Returns a table of the page of settings: two settings in each row."""
+    lines = ["| with | this setting | because | legal |", "|---|---|---|---|"]
+    for row in rows:
+        legal = row.legal.removeprefix(compatibility.LEGAL).removeprefix("legal:").strip()
+        for other in row.others:
+            if other not in PARALLELISMS:
+                cells = _code(other.words), _code(row.option.words), row.because, legal
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _code(words):
+    """Marks words that are a setting alone as code."""
+    return words if "`" in words or " " in words else f"`{words}`"
+
+
 def settings_page() -> str:
     """The page of the settings of a `RunConfig`: default, help and legal values."""
     text = ["# Settings", "", "`--set PATH=VALUE`, or `config.change(PART__NAME=VALUE)`.", ""]
@@ -157,8 +181,9 @@ def settings_page() -> str:
         several = ("all", "none") if s.type == tuple[str, ...] else ()
         legal = s.legal[0] if s.legal else ", ".join((*several, *s.choices))
         text.append(f"| `{path}` | {shown_default(path, s)} | {s.help} | {legal} |")
-    text += ["", "## Settings that ask something of another", "", compatibility.settings_table()]
-    text += ["Settings of a command line:", "", compatibility.settings_table(flag_conflicts.ROWS)]
+    text += ["", "## Settings that ask something of another", ""]
+    text += [settings_table(compatibility.TABLE)]
+    text += ["Settings of a command line:", "", settings_table(flag_conflicts.ROWS)]
     return "\n".join(text) + "\n"
 
 

@@ -73,8 +73,8 @@ def main(options):
     """Trains and prunes what is left, then writes the tables and the figure."""
     from .studies.serving_cost import block_cost
 
-    return block_cost.run(options)
+    return block_cost.measure_block_cost(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -67,13 +67,13 @@ def main(options):
     if options.study:
         from .benchmarks.chip_study import study
 
-        return study.run(options)
+        return study.study_chip(options)
     if options.rehearse or options.text:
         raise UserError("--rehearse and --text need --study; add it or leave them out.")
-    from sparse_dataflow.commands import chip_report
+    from .benchmarks.chip_report import collect
 
-    return chip_report.run(options)
+    return collect.collect_report(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

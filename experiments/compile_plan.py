@@ -92,8 +92,8 @@ def main(options):
     """Compiles and reports; see the module docstring."""
     from sparse_dataflow.commands.planning import compile_report
 
-    return compile_report.run(options)
+    return compile_report.report_compilation(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

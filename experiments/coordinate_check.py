@@ -36,8 +36,8 @@ def main(request, options):
     """Trains all, prints the exponents and draws the figure."""
     from .benchmarks import coordinates
 
-    coordinates.run(request, options)
+    coordinates.check_coordinates(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

@@ -65,10 +65,10 @@ def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from .benchmarks import decoding, exported
 
-    measure = decoding.run_switches if options.switch else decoding.run
-    measure = exported.run if options.exports else measure
+    measure = decoding.run_switches if options.switch else decoding.measure_decoding
+    measure = exported.measure_exports if options.exports else measure
     measure(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

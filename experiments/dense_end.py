@@ -55,8 +55,8 @@ def main(request, options):
     """Trains what is not trained yet, then writes the table."""
     from .studies import dense_end
 
-    return dense_end.run(request, ARMS, options)
+    return dense_end.study_dense_end(request, ARMS, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

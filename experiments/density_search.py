@@ -76,8 +76,8 @@ def main(request, options):
     """Measures, chooses, trains what --train says, then writes the tables."""
     from .studies import density_search
 
-    return density_search.run(request, options)
+    return density_search.search_densities(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

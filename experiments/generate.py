@@ -7,7 +7,6 @@
     python -m experiments.generate --runs=runs/CODE,runs/PROSE --prompts=FILE
     python -m experiments.generate --run=runs/NAME --variant=dense --activation_sparsity=0.4
     python -m experiments.generate --run=runs/MIXTURE --expert_slots=4
-    python -m experiments.generate --run=runs/NAME --variant=dense --draft=runs/NAME
 
 Without --variant the sparse model writes, where the run has one.  --interactive continues each line
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
@@ -28,10 +27,6 @@ weights, several texts, GPUs and TPUs gain nothing.
 picks.  The device holds that number of experts of each layer.  The texts are the same.  Afterwards
 it prints the bytes on the device, the bytes fetched for a token, and the share of fetches that came
 ahead.
-
---draft names a run with the same tokenizer, whose model (the sparse one, where it has one) drafts
---draft_tokens tokens, which the model reads at once.  Greedy texts are the same, and sampled ones
-have the same distribution (arXiv 2211.17192).  Afterwards it prints the share of accepted drafts.
 """
 
 import dataclasses
@@ -57,10 +52,6 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
         0,
         "Experts of each layer on the device; the others are fetched from host memory. 0 is all.",
         legal=AT_LEAST_ZERO,
-    )
-    draft: str = setting("", "Run whose model drafts tokens; empty drafts none.", path=True)
-    draft_tokens: int = setting(
-        4, "Tokens that --draft drafts before the model reads them.", legal=AT_LEAST_ONE
     )
     form: str = setting(
         "auto",
@@ -104,8 +95,6 @@ def main(options):
         )
     if options.form != "auto" and (options.runs or options.expert_slots):
         raise UserError("--form is for one --run without --expert_slots; leave one out.")
-    if options.draft and (options.runs or options.expert_slots):
-        raise UserError("--draft is for one --run without --expert_slots; leave one out.")
     if options.router_corpora and not options.runs:
         raise UserError("--router_corpora is for a router, which --runs has; leave it out.")
     runs = composition.run_names(options.runs) if options.runs else []
@@ -113,7 +102,7 @@ def main(options):
     if options.prompts:
         prompts = generate.read_prompts(options.prompts, runs)
     experts: Experts
-    offloaded = draft = None
+    offloaded = None
     if runs:
         routed = not all(prompt.expert for prompt in prompts)
         corpora, variant, checkpoint = options.router_corpora, options.variant, options.checkpoint
@@ -125,13 +114,10 @@ def main(options):
         model = load_model.load(options)
         if share:
             model = generate.with_thresholds(model, share)
-        if options.draft:
-            draft = generate.load_draft(options.draft, model, options.draft_tokens)
         experts = OneModel(model, form=options.form)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed", "chat")
     sampling = {name: getattr(options, name) for name in names}
     sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []
-    sampling["draft"] = draft
     if options.interactive:
         generate.converse(experts, **sampling)
     elif options.prompts:
@@ -140,9 +126,7 @@ def main(options):
         generate.write(experts, options.prompt, **sampling)
     if offloaded:
         generate.say_traffic(offloaded)
-    if draft and draft.drafted:
-        generate.say_drafts(draft)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

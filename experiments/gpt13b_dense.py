@@ -16,14 +16,14 @@ SHARED = tuple(
 
 
 def main(request):
-    """Trains and reports; see `commands.train.run`."""
+    """Trains and reports; see `commands.train.train_experiment`."""
     from sparse_dataflow.commands.preflight import early
 
     early.refuse(request, "gpt13b_dense", sparse=False)
     from sparse_dataflow.commands import train
 
-    return train.run(request, "gpt13b_dense", sparse=False)
+    return train.train_experiment(request, "gpt13b_dense", sparse=False)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED)
+    command_line.run_main(main, __doc__, shared=SHARED)

@@ -11,8 +11,8 @@ the share of the FLOPs that they hold in the 13B, and the dense twin for the sam
     python -m experiments.gpt13b_sparse --scale=13b --steps=17500 --chips=h100:8,v5e-64,v5p-64
 
 Micro-batches, recomputation and mesh are planned for the chips at hand. --chips prints days, memory
-and expected loss for chips that need not be here, as docs/recipes.md does. 300 billion tokens, as
-GPT-3 read, are out of reach on one GPU: more than half a year.
+and expected loss for chips that need not be here, as docs/guide/recipes.md does. 300 billion
+tokens, as GPT-3 read, are out of reach on one GPU: more than half a year.
 
 Leaves runs/gpt13b_sparse-DATE/ with report.html, metrics and checkpoints.
 """
@@ -24,14 +24,14 @@ SHARED = tuple(NAMED)
 
 
 def main(request):
-    """Trains and reports; see `commands.train.run`."""
+    """Trains and reports; see `commands.train.train_experiment`."""
     from sparse_dataflow.commands.preflight import early
 
     early.refuse(request, "gpt13b_sparse")
     from sparse_dataflow.commands import train
 
-    return train.run(request, "gpt13b_sparse")
+    return train.train_experiment(request, "gpt13b_sparse")
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED)
+    command_line.run_main(main, __doc__, shared=SHARED)

@@ -31,8 +31,8 @@ def main(options):
     """Measures the points that are missing, then writes the table and the figure."""
     from .benchmarks import growth_report
 
-    growth_report.run(options)
+    growth_report.report_growth(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

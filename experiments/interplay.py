@@ -52,8 +52,8 @@ def main(options):
     """Measures, predicts, prints and writes; see the module docstring."""
     from .benchmarks import interplay_report
 
-    interplay_report.run(options)
+    interplay_report.report_interplay(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

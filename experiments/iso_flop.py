@@ -81,8 +81,8 @@ def main(request, options):
     """Trains what is not trained yet, then writes tables and figure."""
     from .studies import iso_flop
 
-    return iso_flop.run(request, options)
+    return iso_flop.study_iso_flop(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

@@ -12,11 +12,6 @@ densities from 1/2 to 1/16 and 2048 to 16384 tokens; on a CPU, four laptop shape
     python -m experiments.kernel_bench
     python -m experiments.kernel_bench --shapes=13b --tokens=2048 --densities=0.125 --blocks=128
     python -m experiments.kernel_bench --dtype=bfloat16 --patterns=pixelfly,random
-
-With --tune nothing is compared: the tile sizes of each product are moved, one at a time, to the
-fastest on this device, and written into the package, where the kernels look first.
-
-    python -m experiments.kernel_bench --tune
 """
 
 import dataclasses
@@ -50,18 +45,14 @@ class Options(BenchOptions):
     peers: bool = setting(False, "Time the forward product of installed peers too.")
     dtype: str | None = setting(None, "Dtype of x and W.", choices=DTYPES)
     rounds: int = setting(9, "Timed rounds.", legal=AT_LEAST_ONE)
-    tune: bool = setting(False, "Find tile sizes instead.")
-    tuned: str = setting(
-        "", "Folder of the tile sizes; empty is the package's, which is used.", path=True
-    )
 
 
 def main(options):
     """Measures, prints and writes; see the module docstring."""
     from .benchmarks.kernels import bench
 
-    bench.run(options)
+    bench.measure_kernels(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -98,8 +98,8 @@ def main(options):
     """Searches and reports; see the module docstring."""
     from sparse_dataflow.commands.planning import search_report
 
-    search_report.run(options)
+    search_report.report_search(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -45,8 +45,8 @@ def main(request, options):
     """Trains what is not trained yet, then writes the table."""
     from .studies import omission
 
-    return omission.run(request, options)
+    return omission.study_omission(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

@@ -43,8 +43,8 @@ def main(options):
     os.environ["NPROC"] = str(4 * options.stages)
     from .benchmarks import pipeline_bubble
 
-    pipeline_bubble.run(options)
+    pipeline_bubble.measure_bubbles(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -39,8 +39,8 @@ def main(options):
     if options.headline:
         print(headline.table())
         return
-    truth.run(options.fit, options.out)
+    truth.compare_published(options.fit, options.out)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -46,8 +46,8 @@ def main(options):
     """Measures, predicts, prints and writes; see the module docstring."""
     from .benchmarks import prediction
 
-    prediction.run(options)
+    prediction.check_predictions(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

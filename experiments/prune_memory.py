@@ -2,7 +2,7 @@
 
 A Hugging Face directory of a Llama is drawn, one layer at a time, in bfloat16.  Another process
 prunes it with `sd.prune(DIR, batches, out=...)` and reports its largest resident memory.  The
-formula is `pruning.memory.host_bytes`, whose sum does not depend on the number of layers.
+formula is `benchmarks.pruning_bytes.host_bytes`, whose sum does not depend on the number of layers.
 
     python -m experiments.prune_memory
         one core: half a minute
@@ -40,8 +40,8 @@ def main(options):
     """Draws, prunes, prints and writes; see the module docstring."""
     from .benchmarks import pruning_memory
 
-    pruning_memory.run(options)
+    pruning_memory.measure_pruning(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

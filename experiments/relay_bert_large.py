@@ -59,4 +59,4 @@ def main(request, options):
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

@@ -37,4 +37,4 @@ def main(request, options):
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

@@ -35,8 +35,8 @@ def main(options):
     """Searches every point, then writes tables and figures."""
     from .planning import scaling
 
-    scaling.run(options)
+    scaling.study_scaling(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -73,10 +73,11 @@ def main(options):
     """Compiles, prints and writes; see the module docstring."""
     from .benchmarks.schedules import estimates, gpu_estimates
 
-    for family, bench in ((TPUS, estimates), (GPUS, gpu_estimates)):
+    benches = (TPUS, estimates.estimate_tpus), (GPUS, gpu_estimates.estimate_gpus)
+    for family, estimate in benches:
         if chips := tuple(chip for chip in options.chips if chip in family):
-            bench.run(dataclasses.replace(options, chips=chips))
+            estimate(dataclasses.replace(options, chips=chips))
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -37,8 +37,8 @@ def main(request, options):
     refuse_without_lm_eval()
     from .benchmarks import scoring
 
-    scoring.run(request, options)
+    scoring.measure_scoring(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

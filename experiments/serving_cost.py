@@ -62,8 +62,8 @@ def main(options):
     """Trains what is not trained yet, then writes tables and figure."""
     from .studies.serving_cost import study
 
-    return study.run(options)
+    return study.study_serving_cost(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

@@ -29,9 +29,6 @@ from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, se
 from sparse_dataflow.core.config.training import OPTIMIZERS
 from sparse_dataflow.hardware.chips import CHIPS
 
-RESULTS = "experiments/results/serving_cost"
-STUDIES = ("", "_width_16", "_layers_1", "_layers_4")
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -56,8 +53,8 @@ class Options:
     tokens: float = setting(0.0, "Most training tokens; 0 is no limit.", legal=AT_LEAST_ZERO)
     optimizer: str = setting("muon", "Of the runs.", choices=OPTIMIZERS)
     studies: str = setting(
-        ",".join(RESULTS + name for name in STUDIES),
-        "Folders of experiments.serving_cost, comma separated.",
+        "",
+        "Folders of experiments.serving_cost, comma separated; empty is the runs of this project.",
         path=True,
     )
     pareto: int = setting(
@@ -80,8 +77,8 @@ def main(options):
     """Searches, prints, and trains what --train says."""
     from .studies.serving_cost import shapes
 
-    return shapes.run(options)
+    return shapes.search_shapes(options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, options=Options)
+    command_line.run_main(main, __doc__, options=Options)

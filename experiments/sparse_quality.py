@@ -117,8 +117,8 @@ def main(request, options):
     """Trains what is not trained yet, then writes the tables."""
     from .studies import quality
 
-    return quality.run(request, ARMS, options)
+    return quality.study_quality(request, ARMS, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

@@ -46,8 +46,8 @@ def main(request, options):
     """Reads or trains the runs, then fits, prints and draws."""
     from .studies import scaling_law
 
-    return scaling_law.run(request, options)
+    return scaling_law.fit_scaling_law(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options, defaults=DEFAULTS)

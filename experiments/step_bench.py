@@ -40,8 +40,8 @@ def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from .benchmarks import steps
 
-    steps.run(request, options)
+    steps.measure_steps(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

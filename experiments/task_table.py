@@ -54,8 +54,8 @@ def main(request, options):
     refuse_without_lm_eval()
     from .studies import task_table
 
-    return task_table.run(request, options)
+    return task_table.fill_task_table(request, options)
 
 
 if __name__ == "__main__":
-    command_line.run(main, __doc__, shared=SHARED, options=Options)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)

@@ -31,6 +31,7 @@ from version to version.
 """
 
 import importlib as _importlib
+import types as _types
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
@@ -154,6 +155,10 @@ def __getattr__(name: str) -> _typing.Any:
         if text := extras.missing(error, f"sd.{name}"):
             raise errors.UserError(text) from error
         raise
+    if isinstance(value, _types.FunctionType):
+        # Users' arguments are checked here, once for all public functions.
+        arguments = _importlib.import_module(f"{__name__}.core.config.arguments")
+        value = arguments.checked(value)
     globals()[name] = value
     return value
 

@@ -4,6 +4,7 @@ import runpy
 import sys
 
 from sparse_dataflow.commands import command_line as commands
+from sparse_dataflow.commands import experiment_modules
 from sparse_dataflow.files import console, extras
 from sparse_dataflow.files.errors import UserError
 
@@ -26,7 +27,9 @@ def main() -> None:
         sys.exit(2)
     sys.argv = sys.argv[:1] + arguments[1:]
     try:
-        runpy.run_module(f"{commands.PACKAGE}.{experiment}", run_name="__main__", alter_sys=True)
+        runpy.run_module(
+            f"{experiment_modules.PACKAGE}.{experiment}", run_name="__main__", alter_sys=True
+        )
     except ModuleNotFoundError as error:
         if not (text := extras.missing(error, "This command")):
             raise
@@ -35,7 +38,7 @@ def main() -> None:
 
 
 def _experiment(word):
-    sentences = commands.experiments()
+    sentences = experiment_modules.experiments()
     experiment = console.EVERYDAY.get(word, word.replace("-", "_"))
     if experiment not in sentences:
         from sparse_dataflow.core.config import settings
@@ -51,7 +54,7 @@ def _experiment(word):
 
 
 def _page():
-    sentences = commands.experiments()
+    sentences = experiment_modules.experiments()
     lines = [f"usage: {console.SCRIPT} COMMAND [--flag=value ...]", ""]
     lines += [f"  {name:<12}  {sentences[module]}" for name, module in console.EVERYDAY.items()]
     others = sorted(set(sentences) - set(console.EVERYDAY.values()))

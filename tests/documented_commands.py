@@ -1,11 +1,12 @@
 """Commands of the documentation and the tests that run them."""
 
 import ast
+import json
 import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted(page for where in ("", "docs/", "launch/") for page in ROOT.glob(f"{where}*.md"))
+PAGES = sorted(page for where in ("", "docs/**/", "launch/") for page in ROOT.glob(f"{where}*.md"))
 
 E = "tests/experiments/"
 S = E + "benchmarks/schedules/"
@@ -32,8 +33,8 @@ RUN = {
     "experiments.planner_truth": E + "test_planner_experiments.py::test_truth_prints",
     "experiments.predict_check": E + "test_benches.py::test_a_tiny_step_is_predicted",
     "experiments.block_cost": E + "test_block_cost.py::test_a_small_study_goes_on",
+    "experiments.prune": E + "test_prune.py::test_a_file_is_pruned",
     "experiments.prune_memory": E + "test_prune_memory.py::test_a_small_model_is_drawn",
-    "experiments.prune_trained": E + "test_prune_trained.py::test_a_small_study_goes_on",
     "experiments.relay_50b": E + "test_relay_experiments.py::test_fifty_billion_are_planned",
     "experiments.relay_bert_large": E + "test_relay_experiments.py::test_bert_large_compares",
     "experiments.relay_depth": E + "test_relay_experiments.py::test_depth_costs_no_memory",
@@ -44,6 +45,7 @@ RUN = {
     "experiments.shape_search": E + "test_shape_search.py::test_candidates_are_trained",
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
+    "experiments.structure_search": E + "test_structure_search.py::test_a_small_study_goes_on",
     "experiments.task_table": E + "test_task_table.py::test_models_of_a_run_in_one_table",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",
     "examples/plain_optax.py": "tests/layers/test_frameworks.py::test_the_example_of_a_framework",
@@ -57,6 +59,7 @@ RUN = {
     "experiments.watch": "tests/commands/test_watch.py::test_the_experiment_serves",
     "mine.py": E + "test_small_studies.py::test_a_pattern_in_a_file_of_your_own",
     "sparse_dataflow.commands.lm_eval": "tests/evaluation/test_lm_eval.py::test_lm_eval_scores",
+    "docs/draw_pictures.py": "tests/test_documentation.py::test_the_pictures_are_drawn",
     "docs/build_site.py": "tests/test_documentation.py::test_the_site_is_whole",
     "launch/find_python.sh": "tests/launch/test_find_python.py::test_the_newest_wins",
     "launch/gke/render.py": "tests/launch/test_gke.py::test_the_page_shows_commands_that_render",
@@ -73,11 +76,20 @@ RUN = {
     "make bench": E + "test_benches.py::test_step_bench",
     "make chip-report": E + "test_benches.py::test_this_cpu_is_measured",
     "make docs": "tests/test_documentation.py::test_the_site_is_whole",
+    "make real": "tests/interchange/test_gguf.py::test_an_export_is_read_back",
     "make faults": E + "test_faults.py::test_kills",
+    "make storm": "tests/storm/test_storm.py::test_drawn_cases_have_no_fault",
     "make mutants": "tests/mutation/test_fault_list.py::test_a_fault_still_applies",
 }
 """Module, script or make target -> FILE::PREFIX of the test or fixture that runs it."""
 
+TARGETS_OF_CI = [
+    target
+    for name in ("run", "nightly")
+    for target in re.findall(
+        r"^ *(?:part )?make ([a-z-]+)", (ROOT / ".ci" / name).read_text(), re.M
+    )
+]
 NOT_RUN = ("clean", "format", "lock")
 """Targets that delete or rewrite files, or need the network; only their recipes are read."""
 
@@ -122,3 +134,42 @@ def docstring_commands():
                 command, _, needs = line.partition("# needs")
                 command = re.split(r"  ", command.strip())[0]
                 yield path, f"{command}   # needs{needs}" if needs else command
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def notebook_commands(path):
+    """Yields the commands of a notebook's cells, with the values of its parameters."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    values = {}
+    exec(sources[0], values)
+    for source in sources:
+        for line in re.findall(r"^!(.*)$", source, re.M):
+            line = line.replace("{sys.executable}", "python")
+            yield re.sub(r"\{(\w+)\}", lambda name: str(values[name[1]]), line)
+
+
+def make_commands():
+    """Yields the commands of the Makefile without its variables."""
+    text = join_continued_lines((ROOT / "Makefile").read_text(encoding="utf-8"))
+    for words in re.findall(r"/(python -m experiments\..*)", text):
+        yield re.sub(r" *\$\(\w+\)", "", words)
+
+
+def documented():
+    """Yields (where, line) of every command of pages, help texts, notebooks and the Makefile."""
+    for page in PAGES:
+        for line in [*fenced_commands(page), *inline_commands(page)]:
+            yield page, line
+    yield from docstring_commands()
+    for notebook in NOTEBOOKS:
+        for line in notebook_commands(notebook):
+            yield notebook, line
+    for line in make_commands():
+        yield ROOT / "Makefile", line
+
+
+LINES = sorted({(str(path.relative_to(ROOT)), line) for path, line in documented()})
+"""(file, line) of every printed command; tests of commands take them from here."""

@@ -31,7 +31,6 @@ EVOLUTIONS = {
     "gradual": EvolutionConfig("gradual", at=0.6),
     "sparse_to_dense": EvolutionConfig("sparse_to_dense", at=0.5),
     "mlp_dense_first": EvolutionConfig("sparse_to_dense", at=0.4, first=("mlp_in", "mlp_out")),
-    "low_rank_tail": EvolutionConfig("low_rank_tail", at=0.7),
     "shared_to_own": EvolutionConfig("shared_to_own", at=0.5),
     "rigl_by_depth": EvolutionConfig("rigl", every=3, at=0.9, share=0.5),
     "dense_by_depth": EvolutionConfig("sparse_to_dense", at=0.5),

@@ -8,7 +8,7 @@ from sparse_dataflow.commands import command_line
 def exit_status(experiment, *arguments):
     """Returns the exit status of an experiment, a module, with command-line arguments."""
     with pytest.raises(SystemExit) as left:
-        command_line.run(
+        command_line.run_main(
             experiment.main,
             experiment.__doc__,
             shared=getattr(experiment, "SHARED", ()),

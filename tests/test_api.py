@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,25 @@ def test_every_name_is_there_and_says_what_it_takes_and_raises(name):
         helped = {s.name for s in settings.settings(thing) if s.help}
         names = {field.name for field in dataclasses.fields(thing)}
         assert all(f"{name}:" in doc for name in names - helped)
+
+
+SHAPE = re.compile(r"\[[\w., +]*\]")
+
+
+@pytest.mark.parametrize("name", sd.__all__)
+def test_the_reference_of_a_function_has_its_arguments_and_shapes(name):
+    """Every argument stands under Args, and an array there or in the result has its shape."""
+    function = getattr(sd, name)
+    if not inspect.isfunction(function):
+        pytest.skip("a class")
+    doc, signature = inspect.getdoc(function), inspect.signature(function)
+    arguments = re.search(r"^Args:\n((?:  .*\n|\n)*)", doc, re.M)[1]
+    helps = dict(re.findall(r"^  \**(\w+)((?:, .*?)?:.*(?:\n   .*)*)", arguments, re.M))
+    assert [each for each in signature.parameters if each not in helps] == []
+    arrays = [n for n, p in signature.parameters.items() if "Array" in str(p.annotation)]
+    assert [n for n in arrays if n != "key" and not SHAPE.search(helps[n])] == []
+    if "Array" in str(signature.return_annotation):
+        assert SHAPE.search(doc.replace(arguments, "").partition("Examples:")[0])
 
 
 EXAMPLE_NAMES = {
@@ -132,6 +152,13 @@ def test_a_run_is_not_resumed_with_other_settings_or_texts(texts, config):
         sd.train(config, texts=texts, resume=True)
     with pytest.raises(sd.UserError, match="has changed since"):
         sd.train(config.change(training__steps=1), texts=texts[:-1], resume=True)
+
+
+def test_held_out_text_that_is_missing_is_refused_before_a_folder_is_made(texts, config):
+    config = config.change(data__validation="/missing/text")
+    with pytest.raises(sd.UserError, match="/missing/text does not exist"):
+        sd.train(config, texts=texts)
+    assert not os.path.exists(config.run.out)
 
 
 @pytest.mark.parametrize("texts", ["one string", [1, 2], [], ["a"]])

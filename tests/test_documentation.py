@@ -18,6 +18,7 @@ from documented_commands import (
     PAGES,
     ROOT,
     RUN,
+    TARGETS_OF_CI,
     docstring_commands,
     fenced_commands,
     inline_commands,
@@ -45,17 +46,12 @@ FOREIGN = (
 SETTINGS = settings.by_path(RunConfig)
 EXTRAS = set(re.findall(r"^([a-z]+) =$", (ROOT / "setup.cfg").read_text(), re.M))
 CONFIGS = "|".join(sorted({path.partition(".")[0] for path in SETTINGS}))
-README_WORDS = 1000
+README_WORDS = 900
 LINE = 100
+GUIDE_LINES = 150
+GUIDE = ROOT / "docs" / "guide"
 CELL_WORDS = 25
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-CI_TARGETS = [
-    target
-    for name in ("run", "nightly")
-    for target in re.findall(
-        r"^ *(?:part )?make ([a-z-]+)", (ROOT / ".ci" / name).read_text(), re.M
-    )
-]
 RUN_CONFIG = preset("pico")
 
 
@@ -102,7 +98,9 @@ def command_problem(command, comment):
 def experiment(name):
     """Returns an experiment's module; None if its flags are not settings."""
     spec = importlib.util.find_spec(name)
-    if spec and "command_line.run(" not in pathlib.Path(spec.origin).read_text(encoding="utf-8"):
+    if spec and "command_line.run_main(" not in pathlib.Path(spec.origin).read_text(
+        encoding="utf-8"
+    ):
         return None
     return importlib.import_module(name)
 
@@ -137,7 +135,7 @@ def runners(line):
         words = [w for w in shlex.split(command) if not re.fullmatch(r"[A-Z_]+=.*", w)]
         if words[0] == "make":
             named = [f"make {word}" for word in words[1:]]
-            keys += [n for n in named if n[5:] not in (*CI_TARGETS, *NOT_RUN)]
+            keys += [n for n in named if n[5:] not in (*TARGETS_OF_CI, *NOT_RUN)]
         elif words[0] in ("python", "sh"):
             script = [word for word in words[1:] if not word.startswith("-")][:1]
             modules = [after for word, after in itertools.pairwise(words) if word == "-m"]
@@ -154,9 +152,9 @@ def test_every_command_is_legal_and_run_by_a_test_or_has_its_needs(page):
 
 
 def test_pages_have_commands_of_a_wheel_and_name_those_of_a_clone_once():
-    text = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    modules = [name for name, page in text.items() for _ in page.split("python -m experiments")[1:]]
-    assert modules == ["install.md"]
+    text = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    modules = [page for page in PAGES for _ in text[page].split("python -m experiments")[1:]]
+    assert modules == [ROOT / "docs/guide/install.md"]
 
 
 def test_commands_in_the_experiments_docstrings_are_legal():
@@ -210,7 +208,7 @@ def test_illegal_commands_are_found():
         "launch/local.py", "experiments.x"
     ]  # fmt: skip
     assert runners("python -m experiments.x   # needs a TPU") == []
-    assert {*NOT_RUN} <= {*TARGETS} and CI_TARGETS
+    assert {*NOT_RUN} <= {*TARGETS} and TARGETS_OF_CI
 
 
 def test_every_fenced_block_is_checked():
@@ -270,8 +268,42 @@ def test_every_flag_and_setting_is_legal(page):
 
 @pytest.mark.parametrize("name, words", [("cluster", 400), ("data", 800), ("own_model", 800)])
 def test_the_page_of_what_a_reader_has_is_short(name, words):
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")
     assert len(text.split()) <= words
+
+
+@pytest.mark.parametrize("page", sorted(GUIDE.glob("*.md")), ids=lambda page: page.name)
+def test_a_guide_is_short_and_starts_with_a_command(page):
+    """Within 25 lines a reader finds a command, an example or a table of what to take."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= GUIDE_LINES
+    assert any(line.startswith(("```", "|")) for line in lines[:25])
+
+
+def evidence(page, anchor):
+    """Returns the text of a page from a heading to the next one of its level."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^(#+) (.*)$", text, re.M):
+        if re.sub(r"[^\w\- ]", "", match[2]).lower().replace(" ", "-") == anchor:
+            return re.split(rf"^#{{1,{len(match[1])}}} ", text[match.end() :], flags=re.M)[0]
+    raise AssertionError(f"{page}: {anchor}")
+
+
+def test_figures_of_the_choices_stand_in_the_evidence():
+    """Numbers with a point, % or x of a list item or row are in a section that it links to."""
+    page = GUIDE / "choose.md"
+    items = re.split(r"^(?=\d\. |\|)|\n\n", page.read_text(encoding="utf-8"), flags=re.M)
+    compared = 0
+    for item in items:
+        links = re.findall(r"\]\((\.\./evidence/\w+\.md)#([^)]+)\)", item)
+        figures = re.findall(
+            r"(?<![\w.-])\d+\.\d+|(?<![\w.-])\d+(?=%)", re.sub(r"`[^`]*`", "", item)
+        )
+        texts = " ".join(evidence(page.parent / target, anchor) for target, anchor in links)
+        if links:
+            assert [figure for figure in figures if figure not in texts] == [], item
+            compared += len(figures)
+    assert compared > 25
 
 
 def test_the_readme_is_short():
@@ -311,10 +343,11 @@ def test_the_readme_example_runs():
 @pytest.mark.slow
 def test_the_steps_of_getting_started_run_as_printed(tmp_path):
     """In order, in a folder with the text that they train on."""
-    page = ROOT / "docs" / "start.md"
+    page = GUIDE / "start.md"
     (tmp_path / "docs").mkdir()
-    for path in (ROOT / "docs").glob("*.md"):
-        (tmp_path / "docs" / path.name).write_text(path.read_text("utf-8"), "utf-8")
+    for path in (ROOT / "docs").rglob("*.md"):
+        name = "-".join(path.relative_to(ROOT / "docs").parts)
+        (tmp_path / "docs" / name).write_text(path.read_text("utf-8"), "utf-8")
     text = page.read_text(encoding="utf-8")
     programs = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT)}
@@ -328,7 +361,7 @@ def test_the_steps_of_getting_started_run_as_printed(tmp_path):
         outputs.append(done.stdout + done.stderr)
     first, resumed, _, evaluated, pruned, counted = outputs
     assert "report: runs/first/report.html" in first and "held-out bits per byte" in first
-    assert "resumes after step 100 of 100" in resumed
+    assert "resumes after step 600 of 600" in resumed
     assert "cloze" in evaluated and (tmp_path / "runs" / "first" / "report.html").exists()
     assert "report: runs/pruned/report.html" in pruned
     # An eighth of two weights of 256 x 1024, biases, and the eight numbers of each layout.
@@ -336,12 +369,13 @@ def test_the_steps_of_getting_started_run_as_printed(tmp_path):
 
 
 @pytest.mark.slow
-def test_python_in_the_page_of_layers_runs(tmp_path, monkeypatch):
+def test_python_in_the_pages_of_layers_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "layers.md").read_text(encoding="utf-8")
     names = {}
-    for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
-        exec(block, names)
+    for page in ("layers", "changing_layers", "libraries"):
+        text = (GUIDE / f"{page}.md").read_text(encoding="utf-8")
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+            exec(block, names)
     assert (tmp_path / "layout.png").exists() and names["sparse"].layers[0].layout.density == 0.125
 
 
@@ -443,6 +477,19 @@ def test_the_core_is_read_in_nine_files():
     paths = [ROOT / "sparse_dataflow/core" / row for row in rows]
     assert len(paths) == 9
     assert sum(len(path.read_text().splitlines()) for path in paths) <= 5_000
+
+
+@pytest.mark.slow
+def test_the_pictures_are_drawn_from_the_code(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "draw_pictures.py"), str(tmp_path)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    for path in tmp_path.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert (ROOT / "docs" / "pictures" / path.name).exists()
 
 
 def test_the_site_does_not_replace_other_files(tmp_path):

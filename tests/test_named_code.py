@@ -8,7 +8,7 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MODULES = sorted(
     path
     for folder in ("sparse_dataflow", "experiments", "tests", "launch", "examples")
@@ -128,7 +128,7 @@ def docstrings(path):
                 yield node.value.value
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_of_a_page_exist(path):
     if path.name in HISTORY:
         return
@@ -143,6 +143,86 @@ def file_exists(name):
     return any((ROOT / folder / name).exists() for folder in folders)
 
 
+BARE = re.compile(r"`([\w-]+\.py)`")
+NAMED_IN = re.compile(r"`([A-Za-z_]\w*)`(?: of| in) `([\w/.-]+\.py)`")
+PLACE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
+DEVELOPERS = ("BUILD.md", "docs/developing.md")
+MADE = ("build/docs", "runs/")
+"""Places that a command makes."""
+
+
+def folders_of(text):
+    """Folders of the package that a text names, itself or by a file in them, the last one last."""
+    places = [name for name in PLACE.findall(text) if file_exists(name)]
+    return [name.rpartition("/")[0] for name in places]
+
+
+def file_of(name, text):
+    """The only file that a bare name means after a text: in the folder that was named last, or
+    alone in the project; None where there is no such file."""
+    for folder in reversed(folders_of(text)[-1:]):
+        beside = [path for path in MODULES if path.match(f"{folder}/{name}")]
+        if len(beside) == 1:
+            return beside[0]
+        if "\n|" in text:  # A table below the sentence that names its folder.
+            return None
+    alone = [path for path in MODULES if path.name == name]
+    return alone[0] if len(alone) == 1 else None
+
+
+def lost_pointers(page):
+    """Names of files, folders and what is in them that a page for developers does not lead to."""
+    lost = []
+    for section in re.split(r"^#+ .*$", page, flags=re.M):
+        for match in BARE.finditer(section):
+            before = section[: match.start()]
+            row = before.rpartition("\n")[2]
+            # A row that names a folder means it; else the section's prose does.
+            context = row if folders_of(row) else before
+            if file_of(match[1], context) is None and match[1] not in (*EXAMPLES, "setup.py"):
+                lost.append(match[1])
+    for line in page.splitlines():
+        rooms = ["", *(f"{room}/" for room in WORD.findall(line))]
+        for place in PLACE.findall(line):
+            names = [f"{room}{place}{ending}" for room in rooms for ending in ("", ".py")]
+            if not place.startswith(MADE) and not any(map(file_exists, names)):
+                lost.append(place)
+    for name, file in NAMED_IN.findall(page):
+        paths = [path for path in (*MODULES, ROOT / file) if path.match(file) and path.exists()]
+        if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in paths):
+            lost.append(f"{name} of {file}")
+    return lost
+
+
+@pytest.mark.parametrize("name", DEVELOPERS)
+def test_a_page_for_developers_leads_to_its_files(name):
+    assert lost_pointers((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+RELAY = "`relay/relay.py` walks over the layers. The other files:\n\n| file |\n|---|\n| `{}` |\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "lost"),
+    [
+        (RELAY.format("relay_programs.py"), []),
+        (RELAY.format("programs.py"), ["programs.py"]),
+        (RELAY.format("executor.py"), ["executor.py"]),
+        ("| a published run | a CSV in `planning/published` |", ["planning/published"]),
+        ("| a published run | a CSV in `planner/published` |", []),
+        (
+            "| a family | `FAMILIES` of `core/config/model.py` |",
+            ["FAMILIES of core/config/model.py"],
+        ),
+        ("| a family | `FAMILIES` of `runs/families.py` |", []),
+        ("| a layer | in `core/training/cost.py` and `memory.py` |", ["memory.py"]),
+        ("# One\n`relay/relay.py`\n# Two\n`relay_programs.py`", []),
+    ],
+)
+def test_pointers_are_resolved_from_their_page_and_table(page, lost):
+    assert lost_pointers(page) == lost
+
+
 @pytest.mark.parametrize("folder", ["sparse_dataflow", "experiments"])
 def test_names_of_docstrings_exist(folder):
     wrong = []
@@ -154,7 +234,7 @@ def test_names_of_docstrings_exist(folder):
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["BUILD.md", "docs/developing.md"])
+@pytest.mark.parametrize("name", DEVELOPERS)
 def test_words_of_pages_for_developers_are_in_the_code(name):
     page = re.sub(r"^```.*?^```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
     files = [*MODULES, ROOT / "Makefile", ROOT / "setup.cfg", ROOT / "docs" / "build_site.py"]

@@ -1,6 +1,5 @@
 """Every documented command is parsed, resolved and planned on the machine that its page names."""
 
-import json
 import os
 import re
 import subprocess
@@ -8,57 +7,14 @@ import sys
 
 import planned_commands
 import pytest
-from documented_commands import (
-    PAGES,
-    ROOT,
-    docstring_commands,
-    fenced_commands,
-    inline_commands,
-    join_continued_lines,
-)
+from documented_commands import LINES, ROOT
 from marks import some
 from planned_commands import MAIN, commands, problem
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def notebook_commands(path):
-    """Yields the commands of a notebook's cells, with the values of its parameters."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    values = {}
-    exec(sources[0], values)
-    for source in sources:
-        for line in re.findall(r"^!(.*)$", source, re.M):
-            line = line.replace("{sys.executable}", "python")
-            yield re.sub(r"\{(\w+)\}", lambda name: str(values[name[1]]), line)
-
-
-def make_commands():
-    """Yields the commands of the Makefile without its variables."""
-    text = join_continued_lines((ROOT / "Makefile").read_text(encoding="utf-8"))
-    for words in re.findall(r"/(python -m experiments\..*)", text):
-        yield re.sub(r" *\$\(\w+\)", "", words)
-
-
-def documented():
-    """Yields (where, line) of every command of pages, help texts, notebooks and the Makefile."""
-    for page in PAGES:
-        for line in [*fenced_commands(page), *inline_commands(page)]:
-            yield page, line
-    yield from docstring_commands()
-    for notebook in NOTEBOOKS:
-        for line in notebook_commands(notebook):
-            yield notebook, line
-    for line in make_commands():
-        yield ROOT / "Makefile", line
-
-
-LINES = sorted({(str(path.relative_to(ROOT)), line) for path, line in documented()})
 FILES = sorted({path for path, _ in LINES})
 
 
-PLANNED_DAILY = {"docs/recipes.md", "experiments/layout_search.py", "launch/slurm.md"}
+PLANNED_DAILY = {"docs/guide/recipes.md", "experiments/layout_search.py", "launch/slurm.md"}
 """Files with many searches; others plan such commands, and `test_recipes.py` runs the recipes."""
 
 

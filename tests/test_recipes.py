@@ -1,4 +1,4 @@
-"""The figures of docs/recipes.md are those that its commands print now, and its plans have room."""
+"""The figures of docs/guide/recipes.md are what its commands print now; its plans have room."""
 
 import re
 
@@ -14,7 +14,7 @@ from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import plan_memory
 from sparse_dataflow.planner.memory import USABLE
 
-PAGE = ROOT / "docs" / "recipes.md"
+PAGE = ROOT / "docs/guide/recipes.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 NUMBER = r"([\d.,]+)"
 

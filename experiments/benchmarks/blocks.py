@@ -11,7 +11,7 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.training import cost
 
@@ -20,7 +20,7 @@ from .benchmark import ENOUGH_SECONDS, Program
 from .options import BenchOptions
 
 
-def run(request: Request, options: BenchOptions) -> None:
+def measure_blocks(request: Request, options: BenchOptions) -> None:
     """Measures, prints and writes; see `experiments.block_bench`."""
     models = benchmark.models_of(request)
     training, chip = models.training, models.chip
@@ -68,7 +68,7 @@ def _program(model: ModelConfig, training: TrainingConfig) -> Program:
     @jax.jit
     def gradients(params, layouts, x, dy):
         def block(params, x):
-            return gpt.block(shallow, layer_weights(shallow, merged(params, layouts)), x)
+            return gpt.block(shallow, layer_weights(shallow, merged(params, layouts)), x)[0]
 
         y, pullback = jax.vjp(block, params, x)
         return y, pullback(dy)

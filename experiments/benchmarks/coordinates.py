@@ -24,7 +24,7 @@ PARAMETRIZATIONS = ("standard", "supar")
 _FLAT = "same everywhere"
 
 
-def run(request: Request, options) -> None:
+def check_coordinates(request: Request, options) -> None:
     """Trains all, prints the exponents, draws and writes; see `experiments.coordinate_check`.
 
     Raises:

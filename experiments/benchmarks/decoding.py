@@ -14,7 +14,7 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.projection import with_threshold
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.evaluation import activation_sparsity, kv_cache
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
@@ -29,7 +29,7 @@ TORCH = "torch"
 """Name of the row of a dense model in torch."""
 
 
-def run(request: Request, options) -> None:
+def measure_decoding(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.decode_bench`."""
     models = benchmark.models_of(request)
     batch, seed, chip = models.training.batch, models.training.seed, models.chip
@@ -60,7 +60,7 @@ def run(request: Request, options) -> None:
     rows: dict[str, dict] = {}
     for name, (model, _, zeros) in cases.items():
         token = medians[name] / options.tokens
-        on_cpu = dispatch.platform() == "cpu"
+        on_cpu = dispatch.on(platforms.HOST)
         skipped = zeros if on_cpu else 0
         read = decoding_bytes(model, batch, cached, skipped, rows=on_cpu)
         rows[name] = {

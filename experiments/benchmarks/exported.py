@@ -19,7 +19,7 @@ from . import benchmark, paired
 PROMPT, NEW = "prompt", "new"
 
 
-def run(request: Request, options) -> None:
+def measure_exports(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.decode_bench`."""
     models = benchmark.models_of(request)
     has_torch = importlib.util.find_spec("torch") is not None

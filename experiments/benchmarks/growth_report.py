@@ -28,7 +28,7 @@ POINTS, FIGURE = "points.jsonl", "growth.png"
 Points = dict[str, list[dict[str, float]]]
 
 
-def run(options) -> None:
+def report_growth(options) -> None:
     """Measures what is missing, prints and writes; see `experiments.growth`.
 
     Raises:

@@ -30,7 +30,7 @@ ORDERS = ("serial", "pipelined")
 WAYS = ("measured", "predicted")
 
 
-def run(options) -> None:
+def report_interplay(options) -> None:
     """Measures where `options.measure`, then predicts and reports; see `experiments.interplay`.
 
     Raises:

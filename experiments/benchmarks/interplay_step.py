@@ -13,7 +13,7 @@ from sparse_dataflow.cluster import processes
 from sparse_dataflow.cluster.cluster import Membership
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, TracedExecutor
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.pipeline.pipelined import executor_over
@@ -68,7 +68,7 @@ def main(work: Work) -> dict:
 
 
 def _measured(work):
-    executor: Executor = SINGLE_DEVICE
+    executor: TracedExecutor = SINGLE_DEVICE
     if work.stages > 1:
         stages = mesh.make(mesh.parse(f"stage:{work.stages}", work.stages))
         layers = named_model(work.scale).num_layers

@@ -15,8 +15,8 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.pipeline import pipeline, schedules
-from sparse_dataflow.pipeline.schedules import Schedule
+from sparse_dataflow.pipeline import action_tables, pipeline
+from sparse_dataflow.pipeline.action_tables import Table
 from sparse_dataflow.pipeline.stages import Kind, divide
 
 from .schedules_page import schedules_page
@@ -25,38 +25,38 @@ WIDTH = 4
 """Features of the activations that travel."""
 
 
-def run(options) -> None:
-    """Measures every schedule, prints and writes; see `experiments.pipeline_bubble`."""
+def measure_bubbles(options) -> None:
+    """Measures the table of every rule, prints and writes; see `experiments.pipeline_bubble`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.stages)
     cases = []
-    for name, recompute in [(name, False) for name in schedules.SCHEDULES] + [
+    for name, recompute in [(name, False) for name in action_tables.RULES] + [
         ("zero_bubble", True)
     ]:
         chunks = options.chunks if name == "interleaved" else 1
         counts = options.stages, options.micro_batches, chunks
-        cases.append((schedules.make(name, *counts, recompute), recompute))
+        cases.append((action_tables.make(name, *counts, recompute), recompute))
     if options.page:
-        _write_page(Path(options.page), schedules_page([schedule for schedule, _ in cases]))
+        _write_page(Path(options.page), schedules_page([table for table, _ in cases]))
     rows = []
-    for schedule, recompute in cases:
-        seconds, bubble = _measured(schedule, 1e-3 * options.milliseconds, options.rounds)
-        table_bubble = schedule.bubble()
+    for table, recompute in cases:
+        seconds, bubble = _measured(table, 1e-3 * options.milliseconds, options.rounds)
+        table_bubble = table.bubble()
         rows.append(
             {
-                "schedule": schedule.name,
-                "chunks": schedule.chunks,
+                "schedule": table.name,
+                "chunks": table.chunks,
                 "recompute": recompute,
-                "ticks": schedule.ticks,
+                "ticks": table.ticks,
                 "step_seconds": seconds,
                 "bubble_of_table": table_bubble,
                 "bubble_measured": bubble,
             }
         )
-        label = schedule.name + " with recomputation" * recompute
+        label = table.name + " with recomputation" * recompute
         error = bubble / max(table_bubble, 1e-9) - 1
         print(
-            f"{label:32} {schedule.ticks:4} ticks  bubble of the table {table_bubble:.3f}"
+            f"{label:32} {table.ticks:4} ticks  bubble of the table {table_bubble:.3f}"
             f"  measured {bubble:.3f}  ({error:+.1%})"
         )
     result = {
@@ -69,16 +69,16 @@ def run(options) -> None:
     measurement.keep(options.keep, "pipeline_bubble_cpu", "cpu", [result])
 
 
-def _measured(schedule: Schedule, action: float, rounds: int) -> tuple[float, float]:
+def _measured(table: Table, action: float, rounds: int) -> tuple[float, float]:
     """(seconds of a step, measured bubble), medians, where an action takes `action` seconds."""
-    step, slept = sleeping_step(schedule)
+    step, slept = sleeping_step(table)
     step(0)
     bubbles, lengths = [], []
     for _ in range(rounds):
         slept.clear()
-        seconds = step(action / schedule.chunks)
+        seconds = step(action / table.chunks)
         lengths.append(seconds)
-        bubbles.append(1 - sum(slept) / (schedule.stages * seconds))
+        bubbles.append(1 - sum(slept) / (table.stages * seconds))
     return float(np.median(lengths)), float(np.median(bubbles))
 
 
@@ -117,8 +117,8 @@ def sleeping_block(rest: Callable) -> Callable:
     return lambda params, untrained, x, context: (sleep(params, x), {})
 
 
-def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[float]]:
-    """(step, slept): `step(seconds)` runs a schedule once, whose actions take `seconds` each, and
+def sleeping_step(table: Table) -> tuple[Callable[[float], float], list[float]]:
+    """(step, slept): `step(seconds)` runs a table once, whose actions take `seconds` each, and
     returns the seconds of the whole step; it adds the seconds of each sleep to `slept`."""
     slept: list[float] = []
     length = 0.0
@@ -130,30 +130,30 @@ def sleeping_step(schedule: Schedule) -> tuple[Callable[[float], float], list[fl
         return x
 
     block = sleeping_block(rest)
-    if schedule.actions[1] == pipeline.RECOMPUTE:
+    if table.actions[1] == pipeline.RECOMPUTE:
         block = jax.checkpoint(block)
-    division = divide(schedule.virtual_stages, schedule.stages, schedule.chunks)
-    plan = pipeline.make_plan(division, schedule)
-    mesh = Mesh(np.array(jax.devices()[: schedule.stages]), ("stage",))
+    division = divide(table.virtual_stages, table.stages, table.chunks)
+    plan = pipeline.make_plan(division, table)
+    mesh = Mesh(np.array(jax.devices()[: table.stages]), ("stage",))
 
-    def local(table, params, tokens):
+    def local(rows, params, tokens):
         work = pipeline.Work(
             lambda params, tokens: jnp.ones((*tokens.shape, WIDTH)) * params,
             lambda embed, head, x, context: (jnp.mean(x) * head, {}),
-            (Kind(block, recompute=pipeline.RECOMPUTE in schedule.actions),),
+            (Kind(block, recompute=pipeline.RECOMPUTE in table.actions),),
             params,
             tokens,
             NO_CONTEXT,
         )
-        return jax.lax.psum(pipeline.run_stage(plan, table[0], work), "stage")
+        return jax.lax.psum(pipeline.run_stage(plan, rows[0], work), "stage")
 
     specs = P("stage"), {"embed": P(), "blocks": P("stage"), "head": P()}, P()
     program = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     )
-    ones = np.ones(schedule.virtual_stages, np.float32)
+    ones = np.ones(table.virtual_stages, np.float32)
     params = {"embed": np.float32(1), "blocks": ones, "head": np.float32(1)}
-    arguments = pipeline.rows(plan), params, np.zeros((schedule.micro_batches, 1, 2), np.int32)
+    arguments = pipeline.rows(plan), params, np.zeros((table.micro_batches, 1, 2), np.int32)
 
     def step(seconds):
         nonlocal length

@@ -7,7 +7,7 @@ import numpy as np
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, TracedExecutor
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
@@ -26,7 +26,7 @@ LONGEST = 512
 """Most tokens of a sequence by default: on a CPU, attention of longer ones hides the rest."""
 
 
-def run(options) -> None:
+def check_predictions(options) -> None:
     """Predicts and measures every scale; see `experiments.predict_check`.
 
     Raises:
@@ -125,7 +125,10 @@ def measured_rates(config: ModelConfig, training: TrainingConfig, chip: Chip) ->
 
 
 def measured_seconds(
-    config: ModelConfig, training: TrainingConfig, rounds: int, executor: Executor = SINGLE_DEVICE
+    config: ModelConfig,
+    training: TrainingConfig,
+    rounds: int,
+    executor: TracedExecutor = SINGLE_DEVICE,
 ) -> float:
     """Median seconds of a whole training step; in several processes each calls this."""
     step = compiled_step(config, training, random_tokens(config, training), executor)

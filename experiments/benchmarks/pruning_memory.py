@@ -22,8 +22,9 @@ from sparse_dataflow.files import json_files, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import cpu_name
 from sparse_dataflow.interchange import tensors
-from sparse_dataflow.pruning import memory
 from sparse_dataflow.runs.families import FAMILIES
+
+from . import pruning_bytes
 
 ROW = 64
 """Tokens of a row."""
@@ -34,7 +35,7 @@ ROWS = 8
 LAYER = "model.layers."
 
 
-def run(options) -> dict:
+def measure_pruning(options) -> dict:
     """Draws a model, prunes it and reports; see the experiment.
 
     Raises:
@@ -48,7 +49,7 @@ def run(options) -> dict:
         model__num_heads=options.width // HEAD,
     )  # fmt: skip
     shallow = library.init(config, jax.random.key(0))
-    expected = memory.host_bytes(shallow.model, options.tokens)
+    expected = pruning_bytes.host_bytes(shallow.model, options.tokens)
     print(_table(expected), flush=True)
     facts = {
         "options": {n: v for n, v in dataclasses.asdict(options).items() if n != "keep"},

@@ -25,7 +25,7 @@ from . import benchmark, paired
 from .benchmark import Models
 
 
-def run(request: Request, options) -> None:
+def measure_scoring(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.scoring_bench`.
 
     Raises:

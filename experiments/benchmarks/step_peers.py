@@ -55,7 +55,7 @@ class Step(Program):
     state_bytes: int
 
 
-def refusal(model: ModelConfig, training: TrainingConfig) -> str:
+def peer_refusal(model: ModelConfig, training: TrainingConfig) -> str:
     """Why there is no peer of this training; empty where there is one."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed (pip install 'sparse_dataflow[peers]')"
@@ -76,7 +76,7 @@ def maker(
     model: ModelConfig, training: TrainingConfig, tokens: np.ndarray, learning_rate: float
 ) -> dict[str, Callable[[], Step]]:
     """{NAME: function that makes its step}; empty, after printing why, where there is none."""
-    if why := refusal(model, training):
+    if why := peer_refusal(model, training):
         print(f"{NAME} is left out: {why}")
         return {}
     return {NAME: functools.partial(torch_step, model, training, tokens, learning_rate)}
@@ -117,7 +117,7 @@ def torch_step(
     """The whole training step in torch, on a CUDA device where there is one.
 
     Args:
-      model: one that `refusal` has nothing against.
+      model: one whose `peer_refusal` is empty.
       training: the same; batch, micro-batches, clipping, decay, seed and dtype of the state.
       tokens: int32 [batch, sequence + 1].
       learning_rate: of every step.

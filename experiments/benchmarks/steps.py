@@ -11,7 +11,7 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, TracedExecutor
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import initial_state, jitted_train_step
 from sparse_dataflow.planner import memory, plan_memory
@@ -23,7 +23,7 @@ from .step_peers import Step
 LEARNING_RATE = 1e-4
 
 
-def run(request: Request, options) -> None:
+def measure_steps(request: Request, options) -> None:
     """Measures, prints and writes; see `experiments.step_bench`."""
     models = benchmark.models_of(request)
     training, chip, by_name = models.training, models.chip, dict(models.by_name)
@@ -123,7 +123,7 @@ def compiled_step(
     model: ModelConfig,
     training: TrainingConfig,
     tokens: np.ndarray,
-    executor: Executor = SINGLE_DEVICE,
+    executor: TracedExecutor = SINGLE_DEVICE,
 ) -> Step:
     """A training step on its own state.
 

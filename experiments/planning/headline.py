@@ -1,6 +1,6 @@
 """The speed of the sparse 13B step beside three dense rivals, from kept results.
 
-The table of docs/performance.md.  A time is measured (`step_bench`), or estimated from a
+The table of docs/evidence/performance.md.  A time is measured (`step_bench`), or estimated from a
 compiled program (`compile_plan --account`).
 """
 

@@ -27,7 +27,7 @@ MEMORY_BOUND = 1.05
 """A point is limited by memory where its best plan without that limit is faster by this factor."""
 
 
-def run(options) -> None:
+def study_scaling(options) -> None:
     """Prints a line for each model and chip, then writes scaling.csv, scaling.md and figures.
 
     Args:

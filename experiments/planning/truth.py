@@ -26,7 +26,7 @@ _CONFIRMATION_COLUMNS = (
 _LABELS = {"confirm": "confirmation", "test": "held out", "fit": "fitted", "terms": "new terms"}
 
 
-def run(fit: bool, out: str) -> None:
+def compare_published(fit: bool, out: str) -> None:
     """Prints the predictions of published rows, then writes truth.csv and truth.png.
 
     Confirmation rows are summed up by source; truth.csv has every row.

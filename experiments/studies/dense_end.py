@@ -1,6 +1,7 @@
 """The trainings of dense_end, and the dense training that equals each."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,20 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.runs.run_config import preset
 
-from . import study
+from . import engine, study
 from .study import Study
 
 OWNER, DENSE = "dense_end", "dense"
@@ -50,7 +49,7 @@ class Cell:
         return f"{self.optimizer}/{self.arm}_{self.number:g}"
 
 
-def run(request: Request, arms: Arms, options) -> int:
+def study_dense_end(request: Request, arms: Arms, options) -> int:
     """Trains every cell and seed; returns the exit status.
 
     Args:
@@ -72,29 +71,38 @@ def run(request: Request, arms: Arms, options) -> int:
     for cell in cells:
         variant = variant_of(base, arms, cell, options, 0)
         refuse_unfit(variant.model, variant.evolution, variant.training.steps)
-    results: list[dict] = []
-    with FolderLock(folder), stop_on_signals(say) as stop:
-        for seed in range(options.seeds):
-            for cell in cells:
-                where = folder / cell.name / f"seed_{seed}"
-                result = study.read_result(where)
-                if result is None:
-                    variant = variant_of(base, arms, cell, options, seed)
-                    result = study.train(
-                        f"{cell.name}, seed {seed}", variant, base.data(variant), where, stop,
-                        keep_weights=False,
-                    )  # fmt: skip
-                if result is None:
-                    say("stopped; the same command goes on")
-                    return stopped_status(stop())
-                results.append({**dataclasses.asdict(cell), "seed": seed, **result})
+
+    def body(stop):
+        runs = [
+            _run(base, arms, cell, options, seed, stop)
+            for seed, cell in itertools.product(range(options.seeds), cells)
+        ]
+        results = engine.train_all(folder, lambda _: runs)
+        if results is not None:
+            trained = [{**run.record, **results[run.name]} for run in runs]
+            _write(base, trained, estimates, options, folder)
+        return results is not None
+
+    return engine.resumable(folder, body)
+
+
+def _run(base, arms, cell, options, seed, stop):
+    def train(where, compiled):
+        variant = variant_of(base, arms, cell, options, seed)
+        label = f"{cell.name}, seed {seed}"
+        return study.train(label, variant, base.data(variant), where, stop, keep_weights=False)
+
+    return engine.Run(f"{cell.name}/seed_{seed}", train, {**dataclasses.asdict(cell), "seed": seed})
+
+
+def _write(base, results, estimates, options, folder):
+    """Writes and prints the tables."""
     seconds = [{**dataclasses.asdict(cell), "seconds": s} for cell, s in estimates.items()]
     kept = {"settings": base.config.to_json(), "results": results, "estimates": seconds}
     measurement.keep(str(folder), OWNER, base.chip.name, [kept])
     text = table(results, seconds, options.chips, options.estimate)
     (folder / "dense_end.md").write_text(text)
     say(text)
-    return 0
 
 
 def cells_of(options) -> list[Cell]:
@@ -195,8 +203,8 @@ def table(results: Sequence[dict], estimates: Sequence[dict], chips: str, estima
         rows = []
         for (arm, number), runs in cells.items():
             steps, bits = runs[0]["steps"], _bits(runs)
-            half = (max(bits) - min(bits)) / 2
-            row = [arm, f"{number:g}", steps, f"{np.mean(bits):.4f}", f"{half:.4f}"]
+            half = sums.half_range_text(bits)
+            row = [arm, f"{number:g}", steps, f"{np.mean(bits):.4f}", half]
             ratios = ["", "", ""]
             if arm != DENSE:
                 here = _step_seconds([run for rival in rivals for run in rival]) / _step_seconds(

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight.executor_plan import plan_of
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -26,7 +25,6 @@ from sparse_dataflow.evaluation.activation_sparsity import with_thresholds
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
@@ -36,7 +34,7 @@ from sparse_dataflow.pruning.layer_by_layer import HeldLayers, as_params, pruned
 from sparse_dataflow.pruning.projection import Target, prune
 from sparse_dataflow.runs.allocation import has_layout
 
-from . import memory_check, study
+from . import engine, memory_check, study
 from .density_choice import EQUAL, FIRST, Choice, Rises, compared, profiles, ranked
 from .study import HELD_OUT, TUNING, Study
 
@@ -55,7 +53,7 @@ WITHIN = 0.01
 """Distance to the best of the trained choices up to which the first one counts as found."""
 
 
-def run(request: Request, options: Any) -> int:
+def search_densities(request: Request, options: Any) -> int:
     """Measures and chooses, and trains what --train says; returns the exit status.
 
     Raises:
@@ -71,43 +69,44 @@ def run(request: Request, options: Any) -> int:
     dense = base.variant("dense").with_steps(options.steps)
     memory_check.refuse_too_large(base.config, [dense], base.chip.memory_bytes)
     study.keep_settings(folder, base.config, OWNER)
-    with FolderLock(folder), stop_on_signals(say) as stop:
-        where = folder / f"dense_{options.steps}"
-        data = base.split_data(dense, TUNING, WINDOWS)
-        if not study.read_result(where) and not study.train("dense", dense, data, where, stop):
-            return _stopped(stop)
-        measure = Measurement(base, dense, data, where)
-        rises = measure.all_pruned(space, stop)
-        if rises is None:
-            return _stopped(stop)
-        chosen = {d: compared(space.ranked(rises, d), d) for d in options.budgets}
-        pages = [rises_table(rises, "density"), *(choices_table(d, c) for d, c in chosen.items())]
-        result: dict[str, Any] = {
-            "settings": base.config.to_json(),
-            "rises": _records(rises),
-            "choices": {
-                density: {name: {**vars(c), "budget": c.budget} for name, c in each.items()}
-                for density, each in chosen.items()
-            },
-        }
-        if options.zeros:
-            held_out = base.split_data(dense, HELD_OUT, WINDOWS).validation
-            zeros, table, result["zero_choices"] = measure.zeros(options, held_out)
-            result["zeros"] = _records(zeros)
-            pages += [rises_table(zeros, "density of the inputs"), table]
-        _keep(folder, base, result, pages)
-        if not options.train:
-            return 0
-        trained = _train(base, chosen, options.train, folder, stop)
-        if trained is None:
-            return _stopped(stop)
+    body = functools.partial(_search, base, space, dense, options, folder)
+    return engine.resumable(folder, body)
+
+
+def _search(base, space, dense, options, folder, stop) -> bool:
+    """Returns whether everything was measured and trained before `stop()`."""
+    where = folder / f"dense_{options.steps}"
+    data = base.split_data(dense, TUNING, WINDOWS)
+    if not study.read_result(where) and not study.train("dense", dense, data, where, stop):
+        return False
+    measure = Measurement(base, dense, data, where)
+    rises = measure.all_pruned(space, stop)
+    if rises is None:
+        return False
+    chosen = {d: compared(space.ranked(rises, d), d) for d in options.budgets}
+    pages = [rises_table(rises, "density"), *(choices_table(d, c) for d, c in chosen.items())]
+    result: dict[str, Any] = {
+        "settings": base.config.to_json(),
+        "rises": _records(rises),
+        "choices": {
+            density: {name: {**vars(c), "budget": c.budget} for name, c in each.items()}
+            for density, each in chosen.items()
+        },
+    }
+    if options.zeros:
+        held_out = base.split_data(dense, HELD_OUT, WINDOWS).validation
+        zeros, table, result["zero_choices"] = measure.zeros(options, held_out)
+        result["zeros"] = _records(zeros)
+        pages += [rises_table(zeros, "density of the inputs"), table]
+    _keep(folder, base, result, pages)
+    if options.train:
+        runs = _known_runs(base, chosen, options.train, stop)
+        results = engine.train_all(folder, lambda _: runs)
+        if results is None:
+            return False
+        trained = [{**run.record, **results[run.name]} for run in runs]
         _keep(folder, base, result | {"trained": trained}, [*pages, trained_table(trained)])
-    return 0
-
-
-def _stopped(stop):
-    say("stopped; the same command goes on")
-    return stopped_status(stop())
+    return True
 
 
 def _records(rises):
@@ -225,7 +224,7 @@ class Measurement:
     def loss(self, params: Any, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
         weights = ModelWeights(jax.device_put(params))
-        total = sum(float(self._eval(weights, b["tokens"], b["weights"])) for b in windows)
+        total = sum(float(self._eval(weights, b["tokens"], b["token_weights"])) for b in windows)
         return total / windows.total_tokens
 
     def all_pruned(self, space: Space, stop: Any) -> dict[tuple[str, int], dict] | None:
@@ -309,26 +308,25 @@ class Measurement:
         return self.loss(with_thresholds(self.model, tokens, shares).params, windows)
 
 
-def _train(base, chosen, seeds, folder, stop) -> list[dict] | None:
-    """Trains the choices of each budget; returns all results, or None if `stop()` ended it."""
-    results = []
-    for seed in range(seeds):
-        for density, choices in chosen.items():
-            for name, choice in choices.items():
-                changes = {"sparsity__density": density, "sparsity__budget": choice.budget}
-                # A choice that another measurement makes has a training of its own.
-                where = folder / choice.budget.replace(":", "_") / f"seed_{seed}"
-                result = study.read_result(where)
-                if result is None:
-                    variant = base.variant("sparse", training__seed=seed, **changes)
-                    data = base.split_data(variant, HELD_OUT, WINDOWS)
-                    label = f"density {density:g}, {name}, seed {seed}"
-                    result = study.train(label, variant, data, where, stop, keep_weights=False)
-                    jax.clear_caches()  # Each training has layouts of its own.
-                if result is None:
-                    return None
-                results.append({"density": density, "choice": name, "seed": seed, **result})
-    return results
+def _known_runs(base, chosen, seeds, stop) -> list[engine.Run]:
+    """Returns the runs of the choices of each budget."""
+    runs = []
+    for seed, (density, choices) in itertools.product(range(seeds), chosen.items()):
+        for name, choice in choices.items():
+            changes = {"sparsity__density": density, "sparsity__budget": choice.budget}
+            variant = base.variant("sparse", training__seed=seed, **changes)
+            # A choice that another measurement makes has a training of its own.
+            folder = f"{choice.budget.replace(':', '_')}/seed_{seed}"
+            record = {"density": density, "choice": name, "seed": seed}
+            train = functools.partial(_trained, base, variant, record, stop)
+            runs.append(engine.Run(folder, train, record))
+    return runs
+
+
+def _trained(base, variant, record, stop, where, compiled):
+    data = base.split_data(variant, HELD_OUT, WINDOWS)
+    label = "density {density:g}, {choice}, seed {seed}".format(**record)
+    return study.train(label, variant, data, where, stop, compiled=compiled, keep_weights=False)
 
 
 def rises_table(rises: Rises, label: str) -> str:
@@ -389,5 +387,4 @@ def trained_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _difference(bits, equal):
     paired = [bits[seed] / equal[seed] - 1 for seed in bits]
-    error = f" ± {np.std(paired, ddof=1) / len(paired) ** 0.5:.2%}" if len(paired) > 1 else ""
-    return f"{np.mean(paired):+.2%}{error}"
+    return f"{np.mean(paired):+.2%}{sums.error_text(paired, '.2%')}"

@@ -118,14 +118,19 @@ def fit(runs: Runs, starts: int = 24, seed: int = 0) -> ScalingLaw:
     Raises:
       UserError: there are too few runs, or a column is constant.
     """
-    _refuse_undetermined(runs)
+    refuse_undetermined(runs)
     units = np.median(runs.parameters), np.median(runs.tokens)
     rng = np.random.default_rng(seed)
     fits = [_descend(runs, units, _start(runs, rng)) for _ in range(starts)]
     return _law(min(fits, key=lambda result: result.cost).x, units)
 
 
-def _refuse_undetermined(runs):
+def refuse_undetermined(runs: Runs) -> None:
+    """Refuses runs that do not determine the constants, whatever their losses.
+
+    Raises:
+      UserError: there are too few runs, or a column is constant.
+    """
     if len(runs) < len(CONSTANTS) + 1:
         raise UserError(
             f"{len(runs)} runs cannot fit {len(CONSTANTS)} constants; legal: 8 or more."

@@ -9,13 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparse_dataflow.data.corpora import Corpus
-from sparse_dataflow.data.documents import (
-    HOLD_OUT_EVERY,
-    ChainedDocuments,
-    PickedDocuments,
-    document_hash,
-)
+from sparse_dataflow.data.corpus.splits import Corpus
+from sparse_dataflow.data.documents import ChainedDocuments, PickedDocuments
+from sparse_dataflow.data.held_out import HOLD_OUT_EVERY, digests
 from sparse_dataflow.files.errors import UserError
 
 MOVED = 3
@@ -31,7 +27,7 @@ def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
 
     A validation split of LARGE_VALIDATION documents is cut in two, and so is that of a stream, or
     one that data.validation names.  Any smaller one becomes the tuning split, and three twentieths
-    of the training documents, chosen by the hash of their ids, become the held-out split.
+    of the training documents, chosen by the digest of their text, become the held-out split.
 
     Raises:
       UserError: the corpus has too few documents.
@@ -52,7 +48,7 @@ def three_splits(corpus: Corpus) -> tuple[Corpus, int]:
         order = np.concatenate([np.arange(0, count, 2), np.arange(1, count, 2)])
         validation = PickedDocuments(validation, order)
     else:
-        hashes = np.array([document_hash(document.id) for document in train], np.uint64)
+        hashes = digests(train)[:, 0]
         remainders = hashes % np.uint64(HOLD_OUT_EVERY)
         moved = (remainders >= 1) & (remainders <= MOVED)
         if moved.all() or not moved.any():

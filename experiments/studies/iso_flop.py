@@ -1,21 +1,16 @@
 """The study iso_flop: trains its list of runs, and is resumed."""
 
-import json
+import functools
 from pathlib import Path
 
-import jax
-
-from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.core.training.loop import DivergedError
-from sparse_dataflow.files import folders, json_files, storage
+from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.runs.run_config import RunConfig
 
-from . import iso_flop_report, memory_check, study
+from . import engine, iso_flop_report, memory_check, study
+from .engine import Results
 from .iso_flop_plan import (
     MEASURE,
     TUNE,
@@ -29,8 +24,7 @@ from .iso_flop_plan import (
     step_tokens,
     variant_of,
 )
-from .study import HELD_OUT, TUNING, Study
-from .time_to_quality import bits_per_byte
+from .study import HELD_OUT, TUNING
 
 OWNER = "iso_flop"
 VARIED = (
@@ -46,11 +40,8 @@ EVALUATIONS = 16
 WINDOWS = 128
 """Windows of a periodic evaluation."""
 
-Results = dict[str, dict]
-"""Name of a run -> its result."""
 
-
-def run(request: Request, options) -> int:
+def study_iso_flop(request: Request, options) -> int:
     """Trains every run of the list, then writes tables and figure; see `experiments.iso_flop`.
 
     Args:
@@ -79,59 +70,34 @@ def run(request: Request, options) -> int:
         models = [variant_of(base, Run(arm, TUNE, 1.0, TUNING_SEED))]
         memory_check.refuse_too_large(base.config, models, base.chip.memory_bytes)
     say(iso_flop_report.arms_table(plan, base.config))
-    with FolderLock(folder), stop_on_signals(say) as stop:
-        results = _train_all(base, plan, folder, stop)
-    if results is None:
-        say("stopped; the same command goes on")
-        return stopped_status(stop())
-    iso_flop_report.write(base, plan, results, folder)
-    return 0
+    lines = read_lines(folder / engine.LINES, step_tokens(base.config))
+
+    def body(stop):
+        known = functools.partial(_known_runs, base, plan, stop)
+        note = functools.partial(progress, base.config, plan)
+        results = engine.train_all(folder, known, lines, note)
+        if results is not None:
+            iso_flop_report.write(base, plan, results, folder)
+        return results is not None
+
+    return engine.resumable(folder, body)
 
 
-def _train_all(base: Study, plan: Plan, folder: Path, stop) -> Results | None:
-    """Trains every run without a result; returns all results, or None if `stop()` ended it."""
-    path = folder / "runs.jsonl"
-    lines = read_lines(path, step_tokens(base.config))
-    compiled: dict = {}
-    previous: Run | None = None
-    while True:
-        results = {line["name"]: line["result"] for line in lines}
-        each = next((r for r in run_list(plan, results) if r.name not in results), None)
-        if each is None:
-            return results
-        result = study.read_result(folder / each.name)
-        if result is None:
-            if previous and (previous.arm, previous.seed) != (each.arm, each.seed):
-                # The programs of another model, which no later run has.  Each maps memory, and
-                # XLA's compiler crashes after the 65,530 mappings that Linux gives a process.
-                compiled.clear()
-                jax.clear_caches()
-            previous = each
-            say(progress(base.config, plan, results))
-            result = _trained(base, each, folder / each.name, stop, compiled)
-        if result is None:
-            return None
-        lines.append(_line(base, each, result))
-        storage.replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+def _known_runs(base, plan, stop, results):
+    """Yields the runs of the list as the engine trains them."""
+    for each in run_list(plan, results):
+        train = functools.partial(_trained, base, each, stop)
+        yield engine.Run(each.name, train, _record(base, each), (each.arm, each.seed))
 
 
-def _trained(base, each, where, stop, compiled):
-    """Trains one run; a training that diverges has a result too."""
+def _trained(base, each, stop, where, compiled):
     chosen = variant_of(base, each)
     measured = each.role == MEASURE
     data = base.split_data(chosen, HELD_OUT if measured else TUNING, WINDOWS)
-    try:
-        return study.train(
-            each.name, chosen, data, where, stop,
-            evaluations=EVALUATIONS if measured else 1,
-            compiled=compiled, keep_weights=False,
-        )  # fmt: skip
-    except DivergedError as error:
-        say(f"{each.name}: {error}")
-        tokens = each.arm.steps * step_tokens(base.config)
-        result = {"bits_per_byte": None, "tokens": tokens, "seconds": 0.0, "flops": 0.0}
-        study.keep_result(where, result)
-        return result
+    evaluations = EVALUATIONS if measured else 1
+    return engine.train_or_diverge(
+        each.name, chosen, data, where, stop, evaluations=evaluations, compiled=compiled
+    )
 
 
 def progress(config: RunConfig, plan: Plan, results: Results) -> str:
@@ -159,10 +125,9 @@ def progress(config: RunConfig, plan: Plan, results: Results) -> str:
     return text
 
 
-def _line(base, each, result):
-    """Returns what runs.jsonl has of a run: its role, its changes of the config, its result."""
+def _record(base, each):
+    """Returns what runs.jsonl has of a run: its role and its changes of the config."""
     return {
-        "name": each.name,
         "role": each.role,
         "equal": each.arm.equal,
         "budget": each.arm.budget,
@@ -171,28 +136,18 @@ def _line(base, each, result):
         "density": each.arm.density,
         "multiplier": each.multiplier,
         "seed": each.seed,
-        "result": result,
         "changes": each.arm.changes(base.config, each.multiplier, each.seed),
     }
 
 
 def read_lines(path, tokens):
-    """Returns the lines of runs.jsonl; the folders of those runs are not needed any more.
+    """Returns the lines of runs.jsonl.
 
     Lines of before a study had several lengths do not name theirs: tokens / `tokens` of a step.
     """
-    if not path.exists():
-        return []
-    try:
-        lines = [json_files.parse(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            bits_per_byte(line["result"])
-            if "steps" not in line:
-                line["steps"] = line["result"]["tokens"] // tokens
-                line["name"] = f"steps_{line['steps']}/{line['name']}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(
-            f"{path} is damaged ({error!r}); remove it to make it anew from the runs' folders, of "
-            "which those without steps_N are not read."
-        ) from None
+    lines = engine.read_lines(path)
+    for line in lines:
+        if "steps" not in line:
+            line["steps"] = line["result"]["tokens"] // tokens
+            line["name"] = f"steps_{line['steps']}/{line['name']}"
     return lines

@@ -9,10 +9,12 @@ from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.equal_cost import (
     Cost,
     equal_cost_model,
-    equal_shape_model,
+    make_layouts,
+    resized,
     stored_parameters,
     whole_blocks,
 )
@@ -31,6 +33,22 @@ TUNE, MEASURE = "tune", "measure"
 
 TUNING_SEED = 2**16
 """Seed of all trials; no measured run has it."""
+
+
+def equal_shape_model(model: ModelConfig, width: int, density: float) -> ModelConfig:
+    """Returns `model` at a width, with the blocks of a density.
+
+    Raises:
+      UserError: the width has no heads, or no layout of that density; names the legal densities.
+    """
+    sized = resized(model, width, density)
+    if sized is None:
+        raise UserError(
+            f"Width {width} has no whole heads or blocks as the model has them; legal where shapes "
+            "are equal: another budget, or a smaller --block."
+        )
+    make_layouts(sized)
+    return sized
 
 
 @dataclasses.dataclass(frozen=True)

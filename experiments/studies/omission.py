@@ -1,24 +1,23 @@
 """The trainings of omit_features, all arms at the FLOPs of the full one."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit, run_flops
 from sparse_dataflow.core.training.step import initial_state
-from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
 
-from . import study
+from . import engine, study
 from .study import Study
 
 OWNER, FULL, FIRST = "omit_features", "full", "first"
@@ -26,7 +25,7 @@ VARIED = ("evolution.", "sparsity.")
 """What arms set, as `study.prepare` takes it."""
 
 
-def run(request: Request, options) -> int:
+def study_omission(request: Request, options) -> int:
     """Trains every arm and seed; returns the exit status.
 
     Args:
@@ -43,16 +42,22 @@ def run(request: Request, options) -> int:
     for arm in options.arms:
         variant = continued(base, arm, options, 0)
         refuse_unfit(variant.model, variant.evolution, variant.training.steps)
-    with FolderLock(folder), stop_on_signals(say) as stop:
-        results = _train_all(base, options, folder, stop)
-    if results is None:
-        say("stopped; the same command goes on")
-        return stopped_status(stop())
+
+    def body(stop):
+        runs = _known_runs(base, options, folder, stop)
+        results = engine.train_all(folder, lambda _: runs)
+        if results is not None:
+            _write(base, [{**run.record, **results[run.name]} for run in runs], folder)
+        return results is not None
+
+    return engine.resumable(folder, body)
+
+
+def _write(base, results, folder):
     result = {"settings": base.config.to_json(), "results": results}
     measurement.keep(str(folder), "omission", base.chip.name, [result])
     (folder / "omission.md").write_text(table(results))
     say(table(results))
-    return 0
 
 
 def continued(base: Study, arm: str, options, seed: int) -> Variant:
@@ -85,38 +90,32 @@ def _first(base, options, seed):
     ).with_steps(options.steps)
 
 
-def _train_all(base, options, folder, stop):
-    """Trains what has no result; returns all results, or None if `stop()` ended it."""
-    results: list[dict] = []
-    compiled: dict = {}
+def _known_runs(base, options, folder, stop):
+    """Returns the first training of each seed, and the arms that continue it."""
 
-    def trained(name, seed, variant, start=None):
-        where = folder / name / f"seed_{seed}"
-        result = study.read_result(where)
-        if result is None:
+    def run(name, seed, variant, start=None):
+        def train(where, compiled):
             data = base.data(variant)
             label = f"{name}, seed {seed}"
-            result = study.train(label, variant, data, where, stop, compiled=compiled, start=start)
-        if result is not None:
-            results.append({"arm": name, "seed": seed, **result})
-        return result
+            return study.train(label, variant, data, where, stop, compiled=compiled, start=start)
 
+        return engine.Run(f"{name}/seed_{seed}", train, {"arm": name, "seed": seed}, OWNER)
+
+    runs = []
     for seed in range(options.seeds):
         first = _first(base, options, seed)
-        if trained(FIRST, seed, first) is None:
-            return None
-        tokenizer = base.tokenizer.content_hash
-        weights = study.trained(first, tokenizer, folder / FIRST / f"seed_{seed}").params
+
+        def start(variant, first=first, seed=seed):
+            tokenizer = base.tokenizer.content_hash
+            weights = study.trained(first, tokenizer, folder / FIRST / f"seed_{seed}").params
+            state = initial_state(variant.model, variant.training)
+            return state._replace(params=jax.tree.map(jnp.asarray, weights))
+
+        runs.append(run(FIRST, seed, first))
         for arm in options.arms:
             variant = continued(base, arm, options, seed)
-
-            def start(variant=variant, weights=weights):
-                state = initial_state(variant.model, variant.training)
-                return state._replace(params=jax.tree.map(jnp.asarray, weights))
-
-            if trained(arm, seed, variant, start) is None:
-                return None
-    return results
+            runs.append(run(arm, seed, variant, functools.partial(start, variant)))
+    return runs
 
 
 def table(results: list[dict]) -> str:
@@ -135,14 +134,12 @@ def table(results: list[dict]) -> str:
         pairs = [bits[seed] / full[seed] - 1 for seed in bits if seed in full]
         to_full = "-"
         if arm not in (FIRST, FULL) and pairs:
-            to_full = f"{np.mean(pairs):+.2%}"
-            if len(pairs) > 1:
-                to_full += f" ± {np.std(pairs, ddof=1) / len(pairs) ** 0.5:.2%}"
+            to_full = f"{np.mean(pairs):+.2%}{sums.error_text(pairs, '.2%')}"
         values = list(bits.values())
         return (
             arm,
             f"{np.mean(values):.4f}",
-            f"{(max(values) - min(values)) / 2:.4f}",
+            sums.half_range_text(values),
             to_full,
             f"{np.mean([r['steps'] for r in mine]):.0f}",
             f"{np.mean([r['flops'] for r in mine]):.3g}",

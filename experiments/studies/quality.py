@@ -1,6 +1,7 @@
 """The trainings of sparse_quality: planned to one budget, resumed, and put into tables."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Container, Mapping
 from pathlib import Path
@@ -8,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit, run_flops
@@ -20,11 +20,10 @@ from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
 from sparse_dataflow.runs.variants import at_flops_of
 
-from . import memory_check, study
+from . import engine, memory_check, study
 from .panels import save_strips
 from .study import Study
 
@@ -53,7 +52,7 @@ has the width at which a token costs what it costs in that arm without experts.
 `training.teacher` is the arm whose training of the same budget and seed the arm learns from."""
 
 
-def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
+def study_quality(request: Request, all_arms: Mapping[str, Changes], options) -> int:
     """Trains every arm, seed and budget that is named; returns the exit status.
 
     Args:
@@ -80,11 +79,19 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
         variant = _variant(base, all_arms[arm])
         refuse_unfit(variant.model, variant.evolution, options.steps)
         memory_check.refuse_too_large(base.config, [variant], base.chip.memory_bytes)
-    with FolderLock(folder), stop_on_signals(say) as stop:
-        results = _train_all(base, all_arms, arms, options, stop)
-    if results is None:
-        say("stopped; the same command goes on")
-        return stopped_status(stop())
+
+    def body(stop):
+        runs = _known_runs(base, all_arms, arms, options, stop)
+        results = engine.train_all(folder, lambda _: runs)
+        if results is not None:
+            _write(base, all_arms, folder, [{**r.record, **results[r.name]} for r in runs])
+        return results is not None
+
+    return engine.resumable(folder, body)
+
+
+def _write(base, all_arms, folder, results):
+    """Writes and prints the tables and the picture."""
     result = {"settings": base.config.to_json(), "results": results}
     measurement.keep(str(folder), "quality", base.chip.name, [result])
     ends_dense = [arm for arm, changes in all_arms.items() if _ends_dense(changes)]
@@ -96,41 +103,29 @@ def run(request: Request, all_arms: Mapping[str, Changes], options) -> int:
         group.setdefault(r["arm"], []).append(r["bits_per_byte"])
     save_strips(folder / "quality.png", groups, "held-out bits per byte", BASELINE)
     say(text)
-    return 0
 
 
-def _train_all(base, all_arms, arms, options, stop) -> list[dict] | None:
-    """Trains every arm without a result; returns all results, or None if `stop()` ended it."""
-    results = []
-    for seed in range(options.seeds):
-        planned: dict[str, dict[str, int]] = {}
-        for budget, arm in itertools.product(options.equal, arms):
-            folder = Path(options.out) / f"equal_{budget}"
-            result = study.read_result(_folder(folder, arm, seed))
-            if result is None:
-                planned = planned or _steps(base, all_arms, arms, options.equal, seed)
-                result = _trained(base, all_arms, arm, seed, planned[budget][arm], folder, stop)
-            if result is None:
-                return None
-            results.append({"equal": budget, "arm": arm, "seed": seed, **result})
-    return results
+def _known_runs(base, all_arms, arms, options, stop):
+    """Returns a run for each seed, budget and arm; the steps of a seed are planned once."""
+    planned = functools.cache(lambda seed: _steps(base, all_arms, arms, options.equal, seed))
+    runs = []
+    for seed, equal, arm in itertools.product(range(options.seeds), options.equal, arms):
+        train = functools.partial(_trained, base, all_arms, arm, seed, equal, planned, stop)
+        record = {"equal": equal, "arm": arm, "seed": seed}
+        runs.append(engine.Run(f"equal_{equal}/{arm}/seed_{seed}", train, record))
+    return runs
 
 
-def _folder(folder_of_budget: Path, arm: str, seed: int) -> Path:
-    return folder_of_budget / arm / f"seed_{seed}"
-
-
-def _trained(base, all_arms, arm, seed, steps, folder, stop):
+def _trained(base, all_arms, arm, seed, equal, planned, stop, where, compiled):
     """Trains one arm, after its teacher; returns its result, or None if `stop()` ended it."""
-    variant = _variant(base, all_arms[arm], seed).with_steps(steps)
+    variant = _variant(base, all_arms[arm], seed).with_steps(planned(seed)[equal][arm])
     data = base.data(variant)
     if name := _teacher(all_arms[arm]):
-        teacher = study.trained(
-            _variant(base, all_arms[name], seed), data.tokenizer_hash, _folder(folder, name, seed)
-        )
+        other = _variant(base, all_arms[name], seed)
+        folder = where.parents[1] / name / where.name
+        teacher = study.trained(other, data.tokenizer_hash, folder)
         data = dataclasses.replace(data, teacher=teacher)
-    where = _folder(folder, arm, seed)
-    return study.train(f"{arm}, seed {seed}", variant, data, where, stop)
+    return study.train(f"{arm}, seed {seed}", variant, data, where, stop, compiled=compiled)
 
 
 def _variant(base: Study, changes: Changes, seed: int = 0) -> Variant:
@@ -268,7 +263,7 @@ def _row(arm, arms, mean):
     return (
         arm,
         f"{mean[arm]:.4f}",
-        f"{(max(bits) - min(bits)) / 2:.4f}",
+        sums.half_range_text(bits),
         _to_dense(arm, arms, mean),
         closed,
         f"{average['steps']:.0f}",
@@ -284,8 +279,8 @@ def _to_dense(arm, arms, mean):
     # Paired by seed, as a seed draws the same order of the data in every arm.
     dense_bits = {r["seed"]: r["bits_per_byte"] for r in arms[BASELINE]}
     paired = [
-        r["bits_per_byte"] - dense_bits[r["seed"]] for r in arms[arm] if r["seed"] in dense_bits
+        (r["bits_per_byte"] - dense_bits[r["seed"]]) / mean[BASELINE]
+        for r in arms[arm]
+        if r["seed"] in dense_bits
     ]
-    if len(paired) < 2:
-        return difference
-    return f"{difference} ± {np.std(paired, ddof=1) / len(paired) ** 0.5 / mean[BASELINE]:.2%}"
+    return f"{difference}{sums.error_text(paired, '.2%')}"

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -9,17 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from sparse_dataflow.cluster.processes import stopped_status
-from sparse_dataflow.cluster.signals import stop_on_signals
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.files import folders, json_files, output
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
-from . import study
+from . import engine, study
 from .activation_changes import with_width
 from .fitted_law import (
     COLUMNS,
@@ -30,6 +28,7 @@ from .fitted_law import (
     fit,
     interval,
     noise,
+    refuse_undetermined,
 )
 from .panels import Curve, Panel, save_panels
 
@@ -46,7 +45,7 @@ VARIED = ("sparsity.density", "sparsity.budget", "sparsity.rank", "sparsity.hada
 """What is the same or planned in a scaling law, as `study.prepare` takes it."""
 
 
-def run(request: Request, options) -> int:
+def fit_scaling_law(request: Request, options) -> int:
     """Fits the runs of a CSV, or of a grid that it trains; see `experiments.sparse_scaling_law`.
 
     Returns:
@@ -76,13 +75,15 @@ def _train_and_fit(request, options, folder):
     """Trains a grid, fits it, and predicts its widest, longest trainings before they run."""
     varied = (*VARIED, "training.steps")
     base = study.prepare(request, varied, {"model.parametrization": "supar"})
-    study.keep_settings(folder, base.config, OWNER)
     plan = _plan(base, options)
     held_out = [p for p in plan if p["held_out"]]
     fitted = [p for p in plan if not p["held_out"]]
-    with FolderLock(folder), stop_on_signals(say) as stop:
+    refuse_undetermined(_runs([{**p, "loss": 1.0} for p in fitted]))
+    study.keep_settings(folder, base.config, OWNER)
+
+    def body(stop):
         if not _train(fitted, base, folder, stop):
-            return stopped_status(stop())
+            return False
         runs = _runs(fitted)
         law, laws = fit(runs), bootstrap(runs, options.rounds)
         places = dict.fromkeys(tuple(p[name] for name in PLACE) for p in held_out)
@@ -90,12 +91,14 @@ def _train_and_fit(request, options, folder):
         say(_predictions_table(predictions))
         (folder / "predictions.json").write_text(json.dumps(predictions, indent=1) + "\n")
         if not _train(held_out, base, folder, stop):
-            return stopped_status(stop())
-    names = (*COLUMNS, "seed", "held_out")
-    output.write_csv(folder / "runs.csv", [{name: p[name] for name in names} for p in plan])
-    measured = _measured(predictions, _losses(_runs(held_out)))
-    _report(folder, base.chip.name, runs, law, laws, measured)
-    return 0
+            return False
+        names = (*COLUMNS, "seed", "held_out")
+        output.write_csv(folder / "runs.csv", [{name: p[name] for name in names} for p in plan])
+        measured = _measured(predictions, _losses(_runs(held_out)))
+        _report(folder, base.chip.name, runs, law, laws, measured)
+        return True
+
+    return engine.resumable(folder, body)
 
 
 def _plan(base, options) -> list[dict]:
@@ -126,16 +129,17 @@ def _plan(base, options) -> list[dict]:
 
 def _train(trainings, base, folder, stop) -> bool:
     """Fills in "loss" of every training; False if it was stopped before the last."""
+
+    def train(training, where, compiled):
+        variant = training["variant"]
+        return study.train(training["name"], variant, base.data(variant), where, stop)
+
+    runs = [engine.Run(each["name"], functools.partial(train, each)) for each in trainings]
+    results = engine.train_all(folder, lambda _: runs)
+    if results is None:
+        return False
     for training in trainings:
-        where = folder / training["name"]
-        result = study.read_result(where)
-        if result is None:
-            data = base.data(training["variant"])
-            result = study.train(training["name"], training["variant"], data, where, stop)
-        if result is None:
-            say("stopped; the same command goes on")
-            return False
-        training["loss"] = result["loss"]
+        training["loss"] = results[training["name"]]["loss"]
     return True
 
 

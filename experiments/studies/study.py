@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_dataflow.commands.job import EVALUATIONS_A_RUN
+from sparse_dataflow.commands.job.train_models import EVALUATIONS_A_RUN
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.request import Request, spelling
 from sparse_dataflow.commands.train import detect_chip
@@ -36,10 +36,10 @@ from sparse_dataflow.core.training.programs import TrainingData, compile_program
 from sparse_dataflow.core.training.saved_state import abstract_saved_state, completed, identity
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.data.batches import EvalBatches
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import folders, json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, refuse_secrets
 from sparse_dataflow.files.json_files import differences
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
@@ -342,6 +342,7 @@ def keep_settings(folder: Path, config: RunConfig, owner: str, varied: Sequence[
     path = folder / "settings.json"
     saved = _read(path, dict)
     if saved is None:
+        refuse_secrets(settings)
         folders.claim(folder, owner)
         _keep(path, settings)
         return

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import evaluate as evaluate_flags
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.models import evaluate, load_model
 from sparse_dataflow.commands.request import Request, saved_config
 from sparse_dataflow.commands.train import detect_chip, train
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.evaluation.significance import (
     CONFIDENCE,
@@ -22,13 +22,14 @@ from sparse_dataflow.evaluation.significance import (
     is_share,
     share_interval,
 )
-from sparse_dataflow.files import folders, json_files, storage
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files import derived, folders, storage
+from sparse_dataflow.files.errors import UserError, redact_json
 from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.files.output import markdown
 from sparse_dataflow.interchange import load
 from sparse_dataflow.runs.run_config import VARIANTS, RunConfig
 
+from .. import evaluate as evaluate_flags
 from . import study
 
 OWNER = "task_table"
@@ -51,7 +52,7 @@ Place = tuple[str, str]
 --models names none."""
 
 
-def run(request: Request, options) -> int:
+def fill_task_table(request: Request, options) -> int:
     """Trains or takes the models, evaluates every seed that has no result; returns the exit status.
 
     Args:
@@ -72,6 +73,7 @@ def run(request: Request, options) -> int:
         config = config.change(training__steps=options.steps, run__twin="narrow")
         study.keep_settings(folder, config, OWNER)
     else:
+        _refuse_unread(request, options)
         seeds = [{name: _resolved(name, place) for name, place in each.items()} for each in seeds]
         folders.claim(folder, OWNER)
     with FolderLock(folder):
@@ -80,7 +82,8 @@ def run(request: Request, options) -> int:
             if status:
                 say("stopped; the same command goes on")
                 return status
-        results = [_evaluated(places, options, folder, k) for k, places in enumerate(seeds)]
+        corpus = "" if options.models == "" else request.changes.get("data.corpus", "")
+        results = [_evaluated(places, options, corpus, folder, k) for k, places in enumerate(seeds)]
     table = summary(results)
     kept = {"command": measurement.provenance("")["command"], **table}
     storage.replace_text(folder / "task_table.json", json.dumps(kept, indent=1) + "\n")
@@ -116,6 +119,23 @@ def given(models: str) -> list[dict[str, Place]] | None:
         shown = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise UserError(f"--models has {shown}; give each name as many seeds as {BASELINE}.")
     return [{name: by_name[name][k] for name in by_name} for k in range(counts[BASELINE])]
+
+
+def _refuse_unread(request: Request, options) -> None:
+    """Refuses flags of trainings where the models are given.
+
+    Raises:
+      UserError: naming them.
+    """
+    defaults = type(options)()
+    unread = [path for path in request.changes if path != "data.corpus"]
+    unread += ["run.scale"] * (request.scale != "auto")
+    unread += [n for n in ("steps", "seeds", "arms") if getattr(options, n) != getattr(defaults, n)]
+    if unread:
+        raise UserError(
+            f"--models takes models that are there, so it reads no {', '.join(unread)}; legal "
+            "beside it: --corpus, --tasks, --num_fewshot, --items, --out."
+        )
 
 
 def _resolved(name: str, place: Place) -> Place:
@@ -172,21 +192,10 @@ def _train(config: RunConfig, where: Path) -> int:
     return train(saved_config(where) if resume else config, resume=resume, experiment=OWNER).status
 
 
-def _evaluated(places: Mapping[str, Place], options, folder: Path, seed: int) -> dict:
+def _evaluated(
+    places: Mapping[str, Place], options, corpus: str, folder: Path, seed: int
+) -> Mapping:
     """The evaluation of one seed's models, under their names; kept in the folder."""
-    path = folder / f"evaluation_{seed}.json"
-    asked = {
-        "models": {name: list(place) for name, place in places.items()},
-        "tasks": options.tasks,
-        "num_fewshot": list(options.num_fewshot),
-        "items": options.items,
-    }
-    try:
-        kept = json_files.load(path)
-        if kept["asked"] == asked:
-            return kept
-    except json_files.MALFORMED:
-        pass
     (place, variant), *others = places.values()
     flags = evaluate_flags.Options(
         run=place,
@@ -195,17 +204,21 @@ def _evaluated(places: Mapping[str, Place], options, folder: Path, seed: int) ->
         tasks=options.tasks,
         num_fewshot=tuple(options.num_fewshot),
         items=options.items,
+        corpus=corpus,
     )
-    result = evaluate.evaluated(flags)
-    evaluate.keep(place, result)
-    names = dict(zip(result["models"], places))
-    rows = []
-    for row in result["rows"]:
-        models = {names[name]: told for name, told in row["models"].items()}
-        rows.append({**row, "models": models, "paired": None})
-    kept = {**result, "asked": asked, "rows": rows}
-    storage.replace_text(path, json.dumps(kept) + "\n")
-    return kept
+
+    def scores():
+        result = evaluate.evaluated(flags)
+        evaluate.keep(place, result)
+        names = dict(zip(result["models"], places))
+        rows = []
+        for row in result["rows"]:
+            models = {names[name]: told for name, told in row["models"].items()}
+            rows.append({**row, "models": models, "paired": None})
+        return redact_json({**result, "rows": rows})
+
+    origin = {"names": list(places), **evaluate.origin(flags)}
+    return derived.value(folder, f"evaluation_{seed}", origin, scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +241,7 @@ class Difference:
     def interval(self) -> tuple[float, float] | None:
         """The 95% interval; None where neither source has a variance that can be told."""
         count = len(self.seeds)
-        by_seed = float(np.var(self.seeds, ddof=1)) / count if count > 1 else 0.0
+        by_seed = (sums.mean(self.seeds).error or 0.0) ** 2
         variance = by_seed + self.items
         if not variance:
             return None
@@ -405,6 +418,7 @@ def as_text(table: Mapping[str, Any]) -> str:
         score = f"{100 * row['scores'][BASELINE]:.1f}%"
         told = [_points(row["differences"][name]) for name in others]
         lines.append([row["task"], row["shots"], chance, score, *told])
-    note = f"{table['seeds']} seeds. {METHOD} Averages are over tasks in which the dense model is "
+    seeds = f"{table['seeds']} seed{'s' if table['seeds'] > 1 else ''}"
+    note = f"{seeds}. {METHOD} Averages are over tasks in which the dense model is "
     note += "right more often than a guess."
     return "\n\n".join([markdown(head, lines), note, *table["notes"]])

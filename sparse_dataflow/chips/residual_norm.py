@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.ops import derivatives
-from sparse_dataflow.core.ops.residual_norm import residual_norm_op
-from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Operands
+from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Operands, run_residual_norm
 
 
-def refusal(x: jax.Array) -> str:
+def stream_refusal(x: jax.Array) -> str:
     """Return why no such kernel can run the residual stream x; empty if one may."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"x is {x.dtype}; legal: bfloat16, float32."
@@ -53,6 +52,8 @@ def differentiable(
         names = {"bias": bias, "scale": scale, "shift": shift}
         sums = tuple(name for name, array in names.items() if array is not None)
         dx, *totals = gradients(norm, residual, scale, *cotangents, sums=sums)
+        # Each program of the kernel has sums of its own rows.  They are added here, in float32,
+        # before the one rounding to the parameter's dtype.
         by_name = {n: t.sum(0).astype(names[n].dtype) for n, t in zip(sums, totals)}
         return (dx, None if alone else dx), tuple(by_name.get(name) for name in names)
 
@@ -61,6 +62,8 @@ def differentiable(
         residual, (_, scale, shift) = saved
         added, (dbias, *outer) = tangents
         moved = [each for each in (*added, dbias) if each is not None]
+        # The addition is linear, so its tangent is the sum of the tangents.  Only the norm needs
+        # the plain formula, whose derivative JAX knows.
         total = sum((each.astype(residual.dtype) for each in moved), jnp.zeros_like(residual))
 
         def normed(residual, scale, shift):
@@ -68,7 +71,7 @@ def differentiable(
             operands = Operands(
                 rows, None, None, scale.ravel(), None if shift is None else shift.ravel()
             )
-            return order(residual_norm_op.run(norm, operands)[1].reshape(residual.shape))
+            return order(run_residual_norm(norm, operands)[1].reshape(residual.shape))
 
         operands = residual, scale, shift
         zeros = [jnp.zeros_like(a) if d is None and a is not None else d

@@ -92,6 +92,8 @@ def membership(
     if values["processes"] == 1 and not values["coordinator"]:
         _refuse_later_process(process)
         return Membership()
+    # A launcher only fills in what neither flags nor variables say, because a run may use part of
+    # what a scheduler gave it.
     missing = [name for name, value in values.items() if value == _UNSET[name]]
     launcher = _launcher_membership(environment, metadata) if missing else None
     if launcher is not None:

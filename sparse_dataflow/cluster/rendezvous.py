@@ -175,11 +175,15 @@ def meet(
             f"--set parallel.process={number} of --set parallel.processes={count}; legal: 0 to "
             f"{count - 1}."
         )
+    # Through JSON, because facts are compared with those that came over the network: a tuple would
+    # differ from the list that it became there.
     mine = {"process": number, "processes": count, "facts": json.loads(json.dumps(dict(facts)))}
     if number:
         where = (host.strip("[]"), int(port))
         return ProcessSet(number, {0: handshake.join(where, mine, timeout, token)})
     try:
+        # The queue has room for all processes at once, and for connections of others: a full queue
+        # lets a process wait for its next try.
         listener = listen(host, int(port), count + 128)
     except OSError as error:
         raise UserError(

@@ -112,12 +112,16 @@ def ended_by_signals() -> Iterator[None]:
         yield
         return
     _state = _State()
+    # Only signals that nobody handles: a notebook or a test has its own handlers.
     handled = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
     for number in handled:
         signal.signal(number, _raise_ended)
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, _raise_interrupt)
+    # Python runs handlers between bytecodes, so a process that hangs in C never reacts.  The
+    # operating system writes each signal to this pipe, and a thread that waits for it ends such a
+    # process.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -143,6 +147,7 @@ def ended_by_signals() -> Iterator[None]:
         os.close(writer)
         thread.join()
         os.close(reader)
+        # A second signal while the process ends would interrupt its last writes.
         ended = _state.raised or _state.stopped
         for number in handled:
             signal.signal(number, signal.SIG_IGN if ended else signal.SIG_DFL)

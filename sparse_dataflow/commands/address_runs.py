@@ -144,9 +144,7 @@ def holds(address: Address, folder: Path) -> bool:
     """
     try:
         (address / CONFIG).read()
-        return json_files.parse((address / RECORD).read()) == json_files.parse(
-            (folder / RECORD).read_bytes()
-        )
+        return json_files.parse((address / RECORD).read()) == json_files.load(folder / RECORD)
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -78,7 +78,7 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
     planned = dict(record.steps)
     if config.training.steps:
         planned = dict.fromkeys(planned, config.training.steps)
-    new_record = dataclasses.replace(record, command=command, steps=planned)
+    new_record = dataclasses.replace(record, command=command, steps=planned, id=run_files.new_id())
     before = run_files.read_variants(saved, record)
     after = run_files.read_variants(config, new_record)
     steps = {}
@@ -93,7 +93,7 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
                 made_with = identity(v.model, v.training, v.evolution, record.tokenizer)
                 _copy(source / name, begun / name, steps[name], made_with)
             for file, content in (
-                (run_files.TOKENIZER, (source / run_files.TOKENIZER).read_bytes()),
+                (run_files.TOKENIZER, json_files.read_bytes(source / run_files.TOKENIZER)),
                 (run_files.RECORD, run_files.to_bytes(new_record.to_json())),
                 (run_files.CONFIG, run_files.to_bytes(config.to_json())),
             ):

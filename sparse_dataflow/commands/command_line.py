@@ -2,35 +2,30 @@
 
 An experiment ends with one of
 
-    command_line.run(main, __doc__, options=Options)          main(options)
-    command_line.run(main, __doc__, shared=SHARED)            main(request)
-    command_line.run(main, __doc__, shared=SHARED, options=Options)   main(request, options)
+    command_line.run_main(main, __doc__, options=Options)          main(options)
+    command_line.run_main(main, __doc__, shared=SHARED)            main(request)
+    command_line.run_main(main, __doc__, shared=SHARED, options=Options)   main(request, options)
 
 `Options` is a frozen dataclass whose fields are settings, each of which becomes a flag. `shared`
 names flags of `request.NAMED`; every other setting of a `RunConfig` is then reached by
 --set path=value.  absl parses the flags; help and errors are made here, as absl's own help lists
 the flags of every imported library.
-
-In a clone the experiments are the modules of the folder `experiments`, in an installed wheel those
-of `sparse_dataflow.experiments`: a package `experiments` on the path of others could be anybody's.
 """
 
-import ast
 import dataclasses
-import importlib
-import importlib.util
 import os
 import select
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from absl import flags as absl_flags
 
 from sparse_dataflow.cluster import signals
 from sparse_dataflow.commands import peer_flags, request, run_list
+from sparse_dataflow.commands.experiment_modules import experiment as experiment
+from sparse_dataflow.commands.experiment_modules import program, with_commands
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.settings import Setting
@@ -47,70 +42,6 @@ from sparse_dataflow.files.errors import (
 from sparse_dataflow.files.output import best_effort_errors, flush_or_exit
 from sparse_dataflow.hardware import detect
 from sparse_dataflow.runs.run_config import RunConfig
-
-PACKAGE = "sparse_dataflow.experiments"
-
-
-def experiments_folder() -> Path:
-    """Returns the folder of the experiments' modules, which can then be run as those of PACKAGE."""
-    package = Path(__file__).parents[1]
-    inside, beside = package / "experiments", package.parent / "experiments"
-    if inside.is_dir():
-        return inside
-    if PACKAGE not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            PACKAGE, beside / "__init__.py", submodule_search_locations=[str(beside)]
-        )
-        assert spec is not None
-        sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
-    return beside
-
-
-def _in_wheel() -> bool:
-    """Returns whether the experiments are installed inside the package."""
-    return (Path(__file__).parents[1] / "experiments").is_dir()
-
-
-def experiment(name: str) -> Any:
-    """Returns the module of an experiment, in a clone or an installed wheel."""
-    experiments_folder()
-    return importlib.import_module(f"{PACKAGE}.{name}")
-
-
-def experiments() -> dict[str, str]:
-    """Returns the first sentence of the docstring of each experiment, by name."""
-    files = sorted(experiments_folder().glob("[a-z]*.py"))
-    modules = {path.stem: ast.parse(path.read_text()) for path in files}
-    first = {name: (ast.get_docstring(m) or "").split("\n\n")[0] for name, m in modules.items()}
-    return {name: " ".join(sentence.split()) for name, sentence in first.items()}
-
-
-def command_of(experiment: str) -> str:
-    """Returns how an experiment is started, in the way that this process was; in a notebook or a
-    script, from the folder of the clone, or by the console script of an installed wheel."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    name = spec.name if spec else ""
-    in_clone = name.startswith("experiments.") or not _in_wheel()
-    if in_clone and not name.startswith(f"{PACKAGE}."):
-        return f"python -m experiments.{experiment}"
-    return console.command(experiment)
-
-
-def started_by(experiment: str) -> str:
-    """Returns what starts this process's experiment again: a script of the user's, or
-    `command_of`."""
-    script = Path(sys.argv[0])
-    as_module = getattr(sys.modules.get("__main__"), "__spec__", None) is not None
-    ours = script.resolve().parent == experiments_folder().resolve()
-    if not as_module and script.suffix == ".py" and script.is_file() and not ours:
-        return f"python {sys.argv[0]}"
-    return command_of(experiment)
-
-
-def with_commands(text: str) -> str:
-    """Returns a text with every `python -m experiments.NAME` as this process would be started."""
-    return console.with_commands(text, command_of)
-
 
 WIDTH = 100
 _HELP = ("help", "helpshort", "helpfull", "h", "?")
@@ -367,7 +298,7 @@ def _help_lines(left: str, s: Setting) -> str:
     return f"\n{' ' * _HELP_COLUMN}".join(lines)
 
 
-def run(
+def run_main(
     main: Callable[..., int | None],
     doc: str,
     *,
@@ -465,7 +396,7 @@ def arguments(
     options: type | None,
     defaults: Mapping[str, object] = request.NO_DEFAULTS,
 ) -> list[Any]:
-    """What `run` passes to main.
+    """What `run_main` passes to main.
 
     Raises:
       UserError: the command line is not legal.
@@ -499,16 +430,6 @@ def _request(
     changes = {f.path: flag_values[f.name] for f in flags if f.path and f.name in flag_values}
     spelled = {f.path: f"--{f.name}" for f in flags if f.path in changes}
     return request.checked(start, changes, spelled, sets, mistakes)
-
-
-def program() -> str:
-    """How this process was started: "python -m experiments.NAME", "sparse-dataflow NAME", or the
-    script's path."""
-    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    if spec is None:
-        return f"python {sys.argv[0]}"
-    package, _, name = spec.name.rpartition(".")
-    return command_of(name) if package == PACKAGE else f"python -m {spec.name}"
 
 
 def _help_kind(argv: Sequence[str]) -> str:

@@ -15,9 +15,11 @@ from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.compatibility import ResolvedRun, refuse
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
+from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.phases import Variant
+from sparse_dataflow.core.training.programs import refuse_row_shards
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files.errors import redact
 from sparse_dataflow.pipeline.pipelined import executor_over
@@ -149,6 +151,10 @@ def check(executor: Executor, config: RunConfig, variants: list[Variant]) -> Non
     refuse(runs, compatibility.TABLE)
     for run in runs:
         executor.check(run.model, run.training)
+    for variant in variants:
+        changes = METHODS[variant.evolution.method].update is not None
+        if changes and any(phase.model.sparse_projections for phase in variant.phase_specs):
+            refuse_row_shards(variant.evolution, executor)
 
 
 def _resolved(executor, config, variant):

@@ -188,11 +188,9 @@ ROWS = (
     ),
     Conflict(
         Option(
-            "evolution.first, evolution.plateau",
-            lambda given: given.words(
-                p for p in ("evolution.first", "evolution.plateau") if given.changes.get(p)
-            ),
-            {"evolution.plateau": 2, "evolution.method": "sparse_to_dense"},
+            "evolution.first",
+            lambda given: given.changes.get("evolution.first") and given.words(["evolution.first"]),
+            {"evolution.first": "qkv", "evolution.method": "sparse_to_dense"},
         ),
         (NO_PHASES,),
         "which turns nothing dense",

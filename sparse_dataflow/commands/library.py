@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.data.tokenizer import Tokenizer, byte_tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console
+from sparse_dataflow.files.addresses import local_path
 from sparse_dataflow.files.errors import UserError, redact
 from sparse_dataflow.interchange import hub_models, huggingface, peft, starting_point
 from sparse_dataflow.interchange.model_card import model_card, short_card
@@ -26,7 +26,6 @@ from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variant
 
 
-@arguments.checked
 def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     """Returns the run of a named scale with its recipe, or the run that begins with other weights.
 
@@ -57,7 +56,6 @@ def preset(scale: str | Path, *, compute_dtype: str = "float32") -> RunConfig:
     return run.preset(str(scale), compute_dtype=compute_dtype)
 
 
-@arguments.checked
 def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) -> Model:
     """Draws a model: the sparse one, or the dense one of a config without sparse projections.
 
@@ -86,6 +84,8 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
             f"evolution.method={config.evolution.method} changes the model in sd.train; legal for "
             "sd.init: static."
         )
+    # Old keys are arrays of two words, new ones scalars of a type of their own.  A stack of keys
+    # would draw a stack of models without an error.
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.shape != (() if typed else (2,)):
         raise UserError(f"key is {key.dtype} of shape {key.shape}; legal: jax.random.key(SEED).")
@@ -106,7 +106,6 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
     )
 
 
-@arguments.checked
 def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """Returns the scores of every next token.
 
@@ -129,7 +128,6 @@ def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     return whole.logits(model.model, weights, _checked(tokens, 1))
 
 
-@arguments.checked
 def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """Returns the mean negative log-likelihood of the next tokens: float32 [], in nats.
 
@@ -154,7 +152,6 @@ def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     return whole.loss(model.model, weights, whole.Batch(ids, mean))
 
 
-@arguments.checked
 def save(
     model: Model,
     folder: str | Path,
@@ -165,22 +162,23 @@ def save(
     """Writes a model, with its tokenizer, as a Hugging Face directory.
 
     `sd.load` reads the sparse and the dense form.  The sparse form has the stored blocks and the
-    layouts, with a reader in PyTorch, and the card of a run has one in numpy.  Of a masked weight
-    it has the entries under the mask, and one bit a block.  `transformers` loads the dense form.
-    The program form has compiled programs that jax runs without this package.  Optimizer state is
-    not saved.
+    layouts, with a reader in PyTorch.  Of a masked weight it has the entries under the mask, and
+    one bit a block.  `transformers` loads the dense form.  The program form has compiled programs
+    that jax runs without this package.  Optimizer state is not saved.
 
     Args:
       model: what `sd.init`, `sd.load` or `sd.train(...).model()` returned, or your own loop made.
       folder: folder to make; it must not exist.
       form: "sparse"; "dense", where blocks that are not stored are zeros; "program", which writes
-        and reads text in jax, and is not trained further; or "adapter", the adapters of a run
+        and reads text in jax, and is not trained further; "gguf", a file of dense weights that
+        llama.cpp runs; or "adapter", the adapters of a run
         alone, for PEFT.  The dense form has adapters merged into its weights, the sparse form and
         programs have them as low-rank terms.
-      architecture: of the dense form: a name in `interchange.architectures`, such as "llama", or
-        "auto" for that of the weights that a run began with, else the first that represents the
-        model.
-      dtype: of the numbers: "float32", or "bfloat16", which rounds them.
+      architecture: of the dense and the GGUF form: a name in `interchange.architectures`, such as
+        "llama", or "auto" for that of the weights that a run began with, else the first that
+        represents the model.
+      dtype: of the numbers: "float32", or "bfloat16", which rounds them; of the GGUF form also
+        "float16" and "q8_0".
 
     Returns:
       The path of the folder.
@@ -209,11 +207,13 @@ def save(
         readers = {
             "dense": f"{reader} and transformers read",
             "program": "`python run_in_jax.py PROMPT` runs",
+            "gguf": f"{reader} and llama.cpp read",
         }
         sentence = f"{readers.get(form, f'{reader} reads')} this model."
         card = short_card(Path(folder).name, sentence, model.model)
+    # An adapter has no weights of the base, so it is no Hugging Face model and is written apart.
     if form == "adapter":
-        folder = Path(folder).expanduser()
+        folder = local_path("folder", folder)
         with huggingface.new_folder(folder) as partial:
             for path in peft.write(partial, model):
                 shutil.copymode(partial / peft.CONFIG, path)

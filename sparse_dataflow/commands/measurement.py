@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from sparse_dataflow.commands.command_line import command_of
+from sparse_dataflow.commands.experiment_modules import command_of
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import redact
 from sparse_dataflow.hardware import detect as hardware

@@ -6,7 +6,6 @@ from typing import Any
 
 from flax import nnx
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.prune import prune_linears
@@ -17,7 +16,6 @@ from sparse_dataflow.pruning.result import PrunedModel
 NARROW = "narrow"
 
 
-@arguments.checked
 def prune(
     model: object,
     batches: object,
@@ -30,6 +28,7 @@ def prune(
     call: Callable[[Any, Any], Any] | None = None,
     out: str | Path | None = None,
     dtype: str = "float32",
+    tokens: int | None = None,
 ) -> PrunedModel:
     """Removes weights of a trained model, and fits the others to the outputs of the whole model.
 
@@ -65,6 +64,7 @@ def prune(
         memory.  Each layer is written when it is finished, so that of a Hugging Face directory one
         layer is in memory at a time.  The same call goes on after an interrupt.
       dtype: of the numbers in `out`: "float32", or "bfloat16", which rounds them.
+      tokens: of texts, the most that are read; None for all.
 
     Returns:
       The pruned model.  With `out`, its model is the path of the folder, which `sd.load` reads.
@@ -86,6 +86,8 @@ def prune(
         raise UserError(f"rounds={rounds}; legal: 1 or more, or None.")
     if density is not None and not 0 < density < 1:
         raise UserError(f"density={density:g}; legal: above 0 and below 1, where all weights stay.")
+    if tokens is not None and tokens < 1:
+        raise UserError(f"tokens={tokens}; legal: 1 or more, or None.")
     rounds = rounds or 0
     groups = None if block == NARROW else Groups.parse(block)
     if pattern and (pattern not in GROUPED_PATTERNS or groups is None or not groups.is_square):
@@ -111,7 +113,7 @@ def prune(
     from sparse_dataflow.commands.prune_language_model import prune_language_model
 
     return prune_language_model(
-        model, _listed(batches), groups, density, where, rounds, pattern, out, dtype
+        model, _listed(batches), groups, density, where, rounds, pattern, out, dtype, tokens
     )
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -12,9 +14,11 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.dense import Dense
+from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, huggingface, pattern_pruning
@@ -22,9 +26,11 @@ from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.load import directory_model, load
 from sparse_dataflow.interchange.pruned_directory import PrunedDirectory, digest_of
 from sparse_dataflow.layers.replace import Where
+from sparse_dataflow.monitoring.time_left import in_words
 from sparse_dataflow.pruning import rebuild, second_order
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.layer_by_layer import HeldLayers, Layers
+from sparse_dataflow.pruning.rebuild import RebuiltLayer
 from sparse_dataflow.pruning.result import PrunedModel
 from sparse_dataflow.pruning.stored import InMemory, smaller_layer, sparse_layer
 
@@ -43,6 +49,7 @@ def prune_language_model(
     pattern: str,
     out: str | Path | None,
     dtype: str,
+    tokens: int | None = None,
 ) -> PrunedModel:
     """Prunes an `sd.Model`, or the one that a folder or a name leads to; see `sd.prune`.
 
@@ -50,7 +57,7 @@ def prune_language_model(
       UserError: as `sd.prune`.
     """
     model, layers = _opened(model, by_layer=not pattern)
-    batches = _token_batches(model, batches)
+    batches = _token_batches(model, batches, tokens)
     old = model.model
     if old.shared_layers:
         raise UserError("All layers share one block; legal: a model with a block for each layer.")
@@ -58,6 +65,7 @@ def prune_language_model(
         raise UserError('where does not go with block="narrow", which prunes all projections.')
     names = _selected(old, where)
     before = rebuild.stored_before(old, model.weights) if model.params else {}
+    # A narrow model needs no layout: what is left is dense, and whole heads and hidden features go.
     if groups is None:
         new, targets = rebuild.narrow_targets(old, _half(density), rounds)
         stored = functools.partial(smaller_layer, old)
@@ -73,18 +81,41 @@ def prune_language_model(
         stored = functools.partial(sparse_layer, new, before)
     if out is None:
         memory = InMemory(new)
-        for layer in rebuild.rebuilt_layers(old, layers, batches, targets):
+        for layer in _timed(rebuild.rebuilt_layers(old, layers, batches, targets), old.num_layers):
             memory.put(layer, stored(layer))
         params = stacks.map_arrays(jnp.asarray, memory.params(layers.ends()))
         return _result(model, new, groups, memory, params)
-    facts = {"tokens": digest_of(batches), "weights": layers.digest(), "rounds": rounds}
+    # A stopped pruning goes on where it was, so its folder must be of the same weights, tokens and
+    # settings.
+    facts = {
+        "tokens": digest_of(batches),
+        "weights": layers.digest(),
+        "source": old.to_json(),
+        "groups": groups and dataclasses.asdict(groups),
+        "density": density,
+        "pattern": pattern,
+        "projections": names,
+        "rounds": rounds,
+    }
     with PrunedDirectory(out, new, dtype, facts) as directory:
-        for layer in rebuild.rebuilt_layers(
+        rebuilt = rebuild.rebuilt_layers(
             old, layers, batches, targets, directory.rounded, directory.restored
-        ):
+        )
+        for layer in _timed(rebuilt, old.num_layers):
             directory.put(layer, stored(layer))
         folder = directory.finish(layers, model.tokenizer, model.context)
     return PrunedModel(folder, {}, directory.errors)
+
+
+def _timed(layers: Iterator[RebuiltLayer], count: int) -> Iterator[RebuiltLayer]:
+    """Yields the layers, and says after each how long the others will take."""
+    start, done = time.monotonic(), 0
+    for layer in layers:
+        yield layer
+        done, rest = done + 1, count - layer.number - 1
+        if rest:
+            left = (time.monotonic() - start) / done * rest
+            say(f"prune: layer {layer.number + 1} of {count} is done, {in_words(left)} left")
 
 
 def _opened(model: object, by_layer: bool) -> tuple[Model, Layers]:
@@ -177,15 +208,20 @@ def _selected(model, where):
     return names
 
 
-def _token_batches(model: Model, given: list) -> list[np.ndarray]:
-    """Returns int32 [batch, sequence] arrays of token arrays or texts."""
+def _token_batches(model: Model, given: list, tokens: int | None) -> list[np.ndarray]:
+    """Returns int32 [batch, sequence] arrays of token arrays or texts, of which so many tokens are
+    read."""
     texts = [each for each in given if isinstance(each, str)]
     longest = model.model.longest
     if len(texts) == len(given):
-        ids = np.concatenate([np.asarray(model.tokenizer.encode(text), np.int32) for text in texts])
+        ids = np.concatenate([np.empty(0, np.int32), *_first_ids(model.tokenizer, texts, tokens)])[
+            :tokens
+        ]
         width = min(LONGEST_ROW, model.context, longest, max(1, len(ids)))
         rows = ids[: len(ids) // width * width].reshape(-1, width)
         given = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    elif tokens is not None:
+        raise UserError(f"tokens={tokens} with token arrays; legal: None, or texts.")
     arrays = []
     for each in given:
         array = np.asarray(each)
@@ -207,3 +243,14 @@ def _token_batches(model: Model, given: list) -> list[np.ndarray]:
     if sum(array.size for array in arrays) < LEAST_TOKENS:
         raise UserError(f"batches have fewer than {LEAST_TOKENS} tokens; legal: more.")
     return arrays
+
+
+def _first_ids(tokenizer: Tokenizer, texts: list[str], tokens: int | None) -> Iterator[np.ndarray]:
+    """Yields the ids of texts, one after the other, until there are enough."""
+    count = 0
+    for text in texts:
+        [ids] = tokenizer.encode_documents([text])
+        yield ids
+        count += len(ids)
+        if tokens is not None and count >= tokens:
+            return

@@ -101,7 +101,6 @@ OLD_FLAGS = {
     "evolve_at": "evolution.at",
     "evolve_every": "evolution.every",
     "evolve_first": "evolution.first",
-    "evolve_plateau": "evolution.plateau",
     "sparse_projections": "sparsity.projections",
 }
 """Former flag -> path, where the last word of the path is another."""
@@ -337,7 +336,7 @@ def _refuse_contradictions(request, spelled):
                 f"model.vocab_size={changes['model.vocab_size']} contradicts data.tokenizer=gpt2, "
                 f"which has {GPT2_VOCABULARY} tokens; leave it out, or set data.tokenizer=bpe."
             )
-    elif changes.get("model.vocab_size", 257) < 257:
+    elif changes.get("data.tokenizer") != "none" and changes.get("model.vocab_size", 257) < 257:
         raise UserError(
             f"model.vocab_size={changes['model.vocab_size']} is not legal: bpe needs 257 or more."
         )
@@ -408,7 +407,7 @@ def _refuse_other_run(request, spelled):
             f"{request.resume} was trained with code that its config names, and a run folder alone "
             f"runs none; resume it with --set training.optimizer={optimizer[:100]}."
         )
-    from sparse_dataflow.commands.run_folder import fixed_paths
+    from sparse_dataflow.commands.run_folder import fixed_paths  # Loads jax; plans need none.
 
     outside = {} if request.branches else places_outside(config, request.resume)
     if unnamed := {p: place for p, place in outside.items() if p not in request.changes}:

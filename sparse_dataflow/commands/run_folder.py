@@ -1,9 +1,11 @@
 """Run folders: claimed by a new run with what made it, and checked by a resumed one."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -13,18 +15,19 @@ from typing import Any
 
 from sparse_dataflow.cluster import signals
 from sparse_dataflow.commands import address_runs, new_folder
-from sparse_dataflow.commands.command_line import command_of
+from sparse_dataflow.commands.experiment_modules import command_of
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.saved_state import micro_batches_matter
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import (
     CONFIG,
     RECORD,
     TOKENIZER,
     RunRecord,
+    new_id,
     read_config,
     read_record,
     to_bytes,
@@ -61,12 +64,11 @@ def opened(
       UserError: on all processes, where the folder holds anything else, is in use by another
         process or cannot be written.
     """
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     at_address = is_address(out)
     local = str(address_runs.work_folder(out)) if at_address else out
-    folder = Path(collectives.broadcast(local or f"runs/{experiment}-{stamp}"))
     locks: list[FolderLock | AddressLock] = []
     with contextlib.ExitStack() as stack:
+        folder = Path(local or collectives.on_first(lambda: _new_name(experiment, stack)))
 
         def claim(path, flag, has_run):
             if not has_run:
@@ -118,6 +120,32 @@ def opened(
             raise
 
 
+def _new_name(experiment: str, stack: contextlib.ExitStack) -> str:
+    """Makes a folder for a new run, which is removed with the stack if nothing came into it."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = Path(f"runs/{experiment}-{stamp}{f'-{number}' * (number > 1)}")
+        created = [path for path in (folder, *folder.parents) if not path.exists()]
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be written: {error.strerror}; name another with --out."
+            ) from error
+
+        def undo(created=created):
+            with contextlib.suppress(OSError):
+                for path in created:
+                    path.rmdir()
+
+        stack.enter_context(signals.cleaned_up(undo))
+        return str(folder)
+    raise AssertionError("itertools.count has no end")
+
+
 def _was_copied(folder, second):
     """Whether a run came to be, so that its mirror has it: a store is not asked again."""
     place = folder if isinstance(second, Address) else second
@@ -149,7 +177,7 @@ def _is_mirror_of(second: Path, folder: Path) -> bool:
     if not ((second / CONFIG).exists() and (second / RECORD).exists()):
         return False
     records = [read_record(path, read_config(path)) for path in (second, folder)]
-    return records[0] == records[1]
+    return records[0] == records[1] and not _is_copy(folder, records[1])
 
 
 def mirrored(folder: Path, mirror: str) -> Path | Address | None:
@@ -169,7 +197,7 @@ def mirrored(folder: Path, mirror: str) -> Path | Address | None:
                 return
             for name in (TOKENIZER, RECORD, CONFIG):
                 if not (second / name).exists():
-                    storage.replace(second / name, (folder / name).read_bytes())
+                    storage.replace(second / name, json_files.read_bytes(folder / name))
         except OSError as error:
             raise UserError(f"run.mirror={second} cannot be written: {error.strerror}.") from error
 
@@ -181,23 +209,79 @@ def start(folder: Path, config: RunConfig, record: RunRecord, tokenizer: Tokeniz
     """Writes what a run is before its first step; config.json last, whole or not at all.
 
     Raises:
-      UserError: files came into the folder meanwhile, or it cannot be written.
+      UserError: files came into the folder meanwhile, it cannot be written, or a setting holds a
+        secret.
     """
     if not collectives.is_first():
         return
     folders.refuse_foreign(folder, record.experiment, names=new_folder.UNFINISHED)
+    files = {RECORD: to_bytes(record.to_json()), CONFIG: to_bytes(config.to_json())}
     try:
         tokenizer.save(folder / TOKENIZER)
         try:
-            storage.replace(folder / RECORD, to_bytes(record.to_json()))
-            storage.replace(folder / CONFIG, to_bytes(config.to_json()))
+            for name, content in files.items():
+                storage.replace(folder / name, content)
         except BaseException:
             with contextlib.suppress(OSError):
                 (folder / TOKENIZER).unlink()
                 (folder / RECORD).unlink()
             raise
+        _keep_place(folder)
     except OSError as error:
         raise UserError(f"Run folder {folder} cannot be written: {error.strerror}.") from error
+
+
+PLACE = ".place"
+"""File of a run folder with its path, which tells a copy of a folder from a moved one."""
+
+
+def _keep_place(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        storage.replace(folder / PLACE, os.fsencode(os.path.realpath(folder)))
+
+
+def own_record(folder: Path, record: RunRecord) -> RunRecord:
+    """Returns the record of a resumed run, with a new id where its folder is a copy.  A moved run
+    keeps its id.  `write_own` writes it."""
+    own_id = collectives.on_first(lambda: new_id() if _is_copy(folder, record) else record.id)
+    return dataclasses.replace(record, id=own_id)
+
+
+def _is_copy(folder, record):
+    """Returns whether the folder that a run was copied from still has it."""
+    try:
+        place = _place(folder)
+        other = read_record(place, read_config(place))
+        return not place.samefile(folder) and other.identity == record.identity
+    except (OSError, ValueError, UserError):
+        return False
+
+
+def _place(folder: Path) -> Path:
+    return Path(os.fsdecode(json_files.read_bytes(folder / PLACE, 2**16)))
+
+
+def write_own(folder: Path, record: RunRecord) -> None:
+    """Writes what `own_record` returned into the folder, and its path; nothing that is there.
+
+    Raises:
+      UserError: on all processes, where the folder cannot be written.
+    """
+
+    def write():
+        if read_record(folder, read_config(folder)).id != record.id:
+            say(f"{folder} is a copy of {_place(folder)}: trackers follow it as a run of its own")
+            try:
+                storage.replace(folder / RECORD, to_bytes(record.to_json()))
+            except OSError as error:
+                words = f"cannot be written: {error.strerror}"
+                raise UserError(f"Run folder {folder} {words}.") from error
+        with contextlib.suppress(OSError):
+            if _place(folder).samefile(folder):
+                return
+        _keep_place(folder)
+
+    collectives.on_first(write)
 
 
 def refuse_other_experiment(folder: str | Path, experiment: str) -> None:
@@ -221,11 +305,8 @@ def refuse_other_data(
     Raises:
       UserError: the corpus or the tokenizer has changed, or the saved tokenizer is damaged.
     """
-    if corpus.content_hash != record.corpus_hash:
-        raise UserError(
-            f"The corpus {corpus.name} has changed since {folder} was started. Put it back as it "
-            "was, or start a new run without --resume."
-        )
+    advice = ". Put it back as it was, or start a new run without --resume."
+    record.refuse_other_corpus(folder, corpus, advice)
     saved = Tokenizer.load(folder / TOKENIZER).content_hash
     if not saved == record.tokenizer == tokenizer.content_hash:
         raise UserError(

@@ -98,7 +98,7 @@ def write(
         flop_ceiling=ceiling,
         projection_share=dense_flops.projection_share,
         continuations=continuations,
-        evaluation=evaluation_report.read(folder),
+        evaluation=evaluation_report.read(folder, record),
         goodput=seconds,
         profile=_profile(folder),
     )
@@ -279,8 +279,8 @@ def _narrow_notes(variants):
         yield (
             f"The sparse model read {sparse.tokens / sparse.stored_parameters:.2g} tokens for each "
             "stored parameter. Pruned models lead a narrower one of equal FLOPs without "
-            "sparse weights only at "
-            "several hundred (docs/serving_cost.md), so a short run shows speed and memory."
+            "sparse weights only at several hundred (docs/evidence/serving_cost.md), so a short "
+            "run shows speed and memory."
         )
 
 
@@ -352,7 +352,7 @@ def _continuations(trainers, corpus, tokenizer):
         Continuation(
             prompt.prompt,
             prompt.continuation,
-            {name: tokenizer.decode(rows[i]) for name, rows in written.items()},
+            {n: tokenizer.decode_after(prompt.prompt_ids, rows[i]) for n, rows in written.items()},
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -360,11 +360,12 @@ def _continuations(trainers, corpus, tokenizer):
 
 
 def _continued(trainer, prompts):
-    """Returns int [prompts, tokens], the greedy continuations, as long as the prompts, and the
-    median seconds of a step; None if all steps compiled."""
+    """Returns int [prompts, tokens], the greedy continuations, as long as the prompts if the
+    context has room, and the median seconds of a step; None if all steps compiled."""
     model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
     weights = kv_cache.prepare(model, trainer.state.weights)
-    count, context = len(prompts[0]), trainer.training.sequence
+    longest, context = max(map(len, prompts)), trainer.training.sequence
+    count = min(longest, context - longest)
     steps, clock = [], []
     for step in generate_tokens(model, weights, prompts, count, context):
         steps.append(step)

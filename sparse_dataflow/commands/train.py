@@ -8,13 +8,14 @@ from pathlib import Path
 import jax
 
 from sparse_dataflow.commands import branch, devices, program_cache, run_folder
-from sparse_dataflow.commands import command_line as commands
-from sparse_dataflow.commands.job import Job, Run
+from sparse_dataflow.commands.experiment_modules import started_by
+from sparse_dataflow.commands.job import run as job
+from sparse_dataflow.commands.job.resolve import Start
+from sparse_dataflow.commands.job.run import Run
 from sparse_dataflow.commands.planning import described
 from sparse_dataflow.commands.preflight import early
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core import collectives
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.loop import StepDone
@@ -30,7 +31,6 @@ from sparse_dataflow.runs.run_config import RunConfig
 _DTYPE = "model.compute_dtype"
 
 
-@arguments.checked
 def train(
     config: RunConfig,
     *,
@@ -79,17 +79,19 @@ def train(
     passed = [n for n, value in (("texts", texts), ("metrics", metrics)) if value is not None]
     command = tuple(command) or (run_folder.python_call(config, passed),)
     config = _settled_mirror(config, resume)
+    # What can be wrong is refused before the run has a folder.  A resumed run was checked when it
+    # began.
     if not resume:
         trackers.tracker_names(config.run.trackers)
         early.refuse_models(config)
-        if texts is None:
-            early.refuse_text(config.data, config.run)
+        early.refuse_weights(config)
+        early.refuse_text(config.data, config.run, has_texts=texts is not None)
     if config.run.keep_programs:
         program_cache.keep_programs()
     mirror = config.run.mirror
     with run_folder.opened(experiment, config.run.out, resume, mirror) as (folder, check):
-        job = Job(config, experiment, command, folder, clock, check, resume, metrics or {})
-        return job.run(texts)
+        start = Start(experiment, command, folder, clock, check, resume, metrics or {}, texts)
+        return job.run_job(config, start)
 
 
 def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:
@@ -108,7 +110,7 @@ def _settled_mirror(config: RunConfig, resume: bool) -> RunConfig:
     return config.change(run__out=out, run__mirror=mirror)
 
 
-def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
+def train_experiment(request: Request, experiment: str, *, sparse: bool = True) -> int:
     """The main job of an experiment: joins the processes, settles the config and trains.
 
     Args:
@@ -146,7 +148,7 @@ def run(request: Request, experiment: str, *, sparse: bool = True) -> int:
         elif chosen:
             _say_scale(config, chip)
         resume = bool(request.resume)
-        command = commands.started_by(experiment), *sys.argv[1:]
+        command = started_by(experiment), *sys.argv[1:]
         if request.branches:
             collectives.on_first(lambda: branch.make(request.resume, config, command))
         return train(

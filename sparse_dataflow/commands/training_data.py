@@ -12,7 +12,9 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
 from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.cache import TokenArray
-from sparse_dataflow.data.corpora import Corpus, load_corpus, refuse_other_tokenizer
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.corpus.names import refuse_other_tokenizer
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.examples import encode
 from sparse_dataflow.data.stream_batches import NO_TOKENS, StreamBatches
 from sparse_dataflow.data.streamed import Stream
@@ -68,7 +70,20 @@ def training_data(
     rows = executor.local_rows(variant.training.batch)
     sources = corpus.mixture or (("", corpus, 1.0),)
     weights = tuple(weight for _, _, weight in sources)
+    # What cannot be measured is refused before the training text is tokenised.
+    held_out, lines = [], []
+    for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:
+        split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
+        lines.append(f"  held out{' of ' * bool(name)}{name}: {split.documents:,} documents")
+        periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
+        most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
+        final = EvalBatches(split.tokens, *shape, most, rows, True)
+        sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
+        _refuse_without_text(name or corpus.name, sizes)
+        held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
     train = [_training_source(*source, tokenizer) for source in sources]
+    for line in lines:
+        say(line)
     if any(isinstance(source, Stream) for source in train):
         batches: TrainBatches = StreamBatches(
             NO_TOKENS,
@@ -84,15 +99,6 @@ def training_data(
         if corpus.mixture:
             tokens = TokenMixture(tuple(train), weights, rounded_weights)
         batches = TrainBatches(tokens, *shape, config.training.seed, rows)
-    held_out = []
-    for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:
-        split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
-        say(f"  held out{' of ' * bool(name)}{name}: {split.documents:,} documents")
-        periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
-        most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
-        final = EvalBatches(split.tokens, *shape, most, rows, True)
-        sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
-        held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
     first = held_out[0]
     return TrainingData(
         batches,
@@ -103,6 +109,15 @@ def training_data(
         tokenizer.content_hash,
         tuple(held_out) if len(held_out) > 1 else (),
     )
+
+
+def _refuse_without_text(name, sizes):
+    """Refuses held-out text of which bits per byte cannot be counted."""
+    if not min(sizes):
+        raise UserError(
+            f"The tokenizer has no text for any held-out token of {name}: all are unknown to it; "
+            "legal: data.tokenizer of text like the corpus, such as bpe."
+        )
 
 
 MOST_EPOCHS = 10
@@ -224,11 +239,9 @@ def answer_rows(
 
 def refuse_changed(corpus: Corpus, trained: Model) -> None:
     """Raises UserError where the run was trained on other documents of this name."""
-    if trained.record and corpus.content_hash != trained.record.corpus_hash:
-        raise UserError(
-            f"The corpus {corpus.name} has changed since {trained.folder} was trained on it, "
-            "so the documents that it held out are not known; put it back as it was."
-        )
+    advice = ", so the documents that it held out are not known; put it back as it was."
+    if trained.record:
+        trained.record.refuse_other_corpus(trained.folder, corpus, advice)
 
 
 def corpus_tokens(
@@ -251,11 +264,13 @@ def _answers(config, variant, corpus, tokenizer, executor):
     periodic = AnswerEvalBatches(held_out, *shape, EVALUATION_WINDOWS, local, True)
     most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
     final = AnswerEvalBatches(held_out, *shape, most, local, True)
+    sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
+    _refuse_without_text(corpus.name, sizes)
     return TrainingData(
         AnswerBatches(train, *shape, config.training.seed, local),
         periodic,
-        periodic.total_bytes(tokenizer.token_bytes),
+        sizes[0],
         final,
-        final.total_bytes(tokenizer.token_bytes),
+        sizes[1],
         tokenizer.content_hash,
     )

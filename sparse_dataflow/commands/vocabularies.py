@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.interchange import extended_vocabulary

@@ -17,9 +17,9 @@ from sparse_dataflow.compile import array_table as describe
 from sparse_dataflow.compile import hlo, topologies, traced
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.executor import Executor
+from sparse_dataflow.core.executors.executor import Executor, TracedExecutor
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.training.step import abstract_state, jitted_train_step
 from sparse_dataflow.planner import memory
 
@@ -146,7 +146,9 @@ def compile_step(
     arguments, arrays = abstract_arguments(executor, model, training, changing)
     rounds = executor.trip_counts(model, training.micro_batches)
     trace_start, cpu_start = time.perf_counter(), time.process_time()
+    assert isinstance(executor, TracedExecutor)
     step = jitted_train_step(model, training, executor, arguments[0])
+    # Without a mesh nothing says for which device the program is; shardings of the arguments do.
     if executor.replicated() is None:
         where = jax.sharding.SingleDeviceSharding(device)
         arguments = jax.tree.map(
@@ -162,6 +164,8 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         raise _out_of_memory(error) from None
     end, cpu_end = time.perf_counter(), time.process_time()
+    # The traced program is counted, not the compiled one: there fusions hide products, and kernels
+    # have no FLOPs.
     flops = traced.count(trace.jaxpr, rounds, executor.devices)
     analysis = program.memory_analysis()
     return CompiledStep(

@@ -6,7 +6,6 @@ A `scan` counts by its length; other loops count by the named scope around them.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -26,7 +25,7 @@ class FlopCount:
     uncounted: tuple[str, ...]
 
 
-def count(jaxpr: Any, rounds: Mapping[str, float], devices: int = 1) -> FlopCount:
+def count(jaxpr: object, rounds: Mapping[str, float], devices: int = 1) -> FlopCount:
     """Counts the FLOPs of a program on one device; outside `shard_map` its share of all.
 
     Args:
@@ -95,7 +94,7 @@ def _scores(equation):
     return math.prod(query) * tokens
 
 
-def saved_bytes(jaxpr: Any, gradients: int) -> tuple[int, int | None]:
+def saved_bytes(jaxpr: object, gradients: int) -> tuple[int, int | None]:
     """Returns the bytes of saved activations, and of the gradients that a pipeline accumulates.
 
     Saved activations are the stacked outputs of the scans over layers, or the buffers of a

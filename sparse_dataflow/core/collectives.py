@@ -50,11 +50,12 @@ def newest(records: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return records
     process_records = np.asarray(multihost_utils.process_allgather(records))
+    # argmax takes the first of several, so all processes choose the same one.
     owner = process_records[..., 0].argmax(axis=0)[None, ..., None]
     return np.take_along_axis(process_records, owner, axis=0)[0]
 
 
-def broadcast(value: Any) -> Any:
+def broadcast(value: object) -> Any:
     """Returns process 0's JSON-able value on every process."""
     if jax.process_count() == 1:
         return value
@@ -64,7 +65,7 @@ def broadcast(value: Any) -> Any:
     return json_files.parse(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
 
 
-def broadcast_arrays(tree: Any) -> Any:
+def broadcast_arrays(tree: object) -> Any:
     """Returns process 0's numpy arrays on every process; their shapes are equal on all."""
     if jax.process_count() == 1:
         return tree
@@ -124,7 +125,7 @@ def first_message(message: object | None) -> str | None:
     return None
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: object) -> Any:
     """Returns the leaves as numpy arrays, gathering those that are spread over processes."""
 
     def fetch(leaf):

@@ -140,17 +140,17 @@ def _map(function, *trees):
     return jax.tree.map(mapped, *trees, is_leaf=lambda node: isinstance(node, Metric))
 
 
-def combined(total: Any, more: Any) -> Any:
+def combined(total: object, more: object) -> Any:
     """Returns two trees of arrays and metrics as one: arrays are added, metrics by their kind."""
     return _map(lambda reduction, a, b: reduction.pair(a, b), total, more)
 
 
-def over_devices(tree: Any, axes: Sequence[str]) -> Any:
+def over_devices(tree: object, axes: Sequence[str]) -> Any:
     """Returns a tree of arrays and metrics as one over mesh axes, inside `shard_map`."""
     return _map(lambda reduction, leaf: reduction.devices(leaf, axes), tree)
 
 
-def empty(shapes: Any, *leading: int) -> Any:
+def empty(shapes: object, *leading: int) -> Any:
     """Returns the tree that changes nothing in `combined`, in float32 or wider.
 
     Args:

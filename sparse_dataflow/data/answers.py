@@ -71,8 +71,9 @@ class AnswerRows:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> Batch:
-        """Returns {"tokens": int32 [sequence_length + 1], "weights": float32 [sequence_length],
-        "examples": int32 [sequence_length], the number of each target's example}."""
+        """Returns {"tokens": int32 [sequence_length + 1], "token_weights": float32
+        [sequence_length], "examples": int32 [sequence_length], the number of each target's
+        example}."""
         size = self.sequence_length + 1
         first, last = self.spans[index]
         starts = self.examples.starts[first : last + 1]
@@ -81,16 +82,19 @@ class AnswerRows:
         tokens[: stop - start] = self.examples.tokens[start:stop]
         counts = np.zeros(size, np.float32)
         counts[: stop - start] = self.examples.answers[start:stop]
+        # The target of position t is token t + 1, and belongs to the last example that begins there
+        # or before.
         numbers = first + np.searchsorted(starts[1:] - start, np.arange(1, size), "right")
-        return {"tokens": tokens, "weights": counts[1:], "examples": numbers.astype(np.int32)}
+        return {"tokens": tokens, "token_weights": counts[1:], "examples": numbers.astype(np.int32)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnswerBatches(TrainBatches):
     """Endless shuffled batches of rows; see `TrainBatches`, whose windows these rows replace.
 
-    `batches[step]` also has "weights", float32 [len(rows), sequence_length]: equal for each token
-    of an answer in the whole batch, and 0 for all other targets.  Those of the batch add up to 1.
+    `batches[step]` also has "token_weights", float32 [len(rows), sequence_length]: equal for each
+    token of an answer in the whole batch, and 0 for all other targets.  Those of the batch add up
+    to 1.
     """
 
     tokens: AnswerRows  # type: ignore[assignment]
@@ -108,10 +112,12 @@ class AnswerBatches(TrainBatches):
         first = step * self.batch_size
         [shuffled] = self._shuffled
         rows = [shuffled[first + row] for row in range(self.batch_size)]
-        total = sum(row["weights"].sum() for row in rows)
+        total = sum(row["token_weights"].sum() for row in rows)
         return {
             "tokens": np.stack([rows[row]["tokens"] for row in local_rows(self)]),
-            "weights": np.stack([rows[row]["weights"] / total for row in local_rows(self)]),
+            "token_weights": np.stack(
+                [rows[row]["token_weights"] / total for row in local_rows(self)]
+            ),
         }
 
 
@@ -135,11 +141,11 @@ class AnswerEvalBatches(EvalBatches):
     @property
     def total_tokens(self) -> int:
         """Number of targets with weight 1 over all batches and processes."""
-        return sum(int(row["weights"].sum()) for row in self._rows)
+        return sum(int(row["token_weights"].sum()) for row in self._rows)
 
     def total_bytes(self, token_bytes: np.ndarray) -> int:
         """Returns the UTF-8 bytes of the `total_tokens` targets."""
-        rows = ((row["tokens"][1:], row["weights"] > 0) for row in self._rows)
+        rows = ((row["tokens"][1:], row["token_weights"] > 0) for row in self._rows)
         return sum(int(token_bytes[tokens[counted]].sum()) for tokens, counted in rows)
 
     @property
@@ -155,7 +161,7 @@ class AnswerEvalBatches(EvalBatches):
         numbers = [index * self.batch_size + row for row in local_rows(self)]
         rows = [self.tokens[self.place(min(number, self.windows - 1))] for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        batch["weights"][np.array(numbers) >= self.windows] = 0
+        batch["token_weights"][np.array(numbers) >= self.windows] = 0
         return batch
 
 

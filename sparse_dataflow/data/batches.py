@@ -214,7 +214,7 @@ class EvalBatches:
     They are the first ones, or with `spread` at equal distances over the whole split, so that few
     windows are of many documents.
 
-    `batches[i]` is {"tokens": int32 [len(rows), sequence_length + 1], "weights": float32
+    `batches[i]` is {"tokens": int32 [len(rows), sequence_length + 1], "token_weights": float32
     [len(rows), sequence_length]}. Weights are 1 for targets and 0 for the padding of the last
     window and the last batch. See `TrainBatches` for `rows`.
 
@@ -284,7 +284,7 @@ class EvalBatches:
                 window = self.tokens[start : start + length + 1]
                 tokens[local_row, : len(window)] = window
                 weights[local_row, : len(window) - 1] = 1
-        return {"tokens": tokens, "weights": weights}
+        return {"tokens": tokens, "token_weights": weights}
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))

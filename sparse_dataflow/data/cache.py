@@ -1,7 +1,7 @@
-"""Cached files that are safe against kills and concurrent processes, and arrays in them.
+"""The cache folder of the data, and arrays in files.
 
-Every file is written to a temporary name in the same folder and renamed when complete, under a lock
-that the operating system releases when its process dies.
+What is prepared there are derived files (`files/derived.py`), made under a lock that the operating
+system releases when its process dies.
 
 Arrays are read slice by slice, not memory-mapped: a storage failure under a mapped page kills the
 process (SIGBUS), but a failed read can be retried.
@@ -9,15 +9,18 @@ process (SIGBUS), but a failed read can be retried.
 
 import contextlib
 import errno
+import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.files import folders, storage
+from sparse_dataflow.files import derived, folders, storage
+from sparse_dataflow.files.derived import Derived, Make
 from sparse_dataflow.files.errors import UserError
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sparse_dataflow"
@@ -29,13 +32,13 @@ _STORAGE_ERRORS = storage.TRANSIENT | {
 }  # fmt: skip
 
 
-_PARTS = {"downloads", "locks", "texts", "tfds", "tokenizers", "tokens"}
+_FOLDERS = {"downloads", "locks", "texts", "tfds", "tokenizers", "tokens"}
 
 
 def _is_older_cache(folder: Path) -> bool:
     """Whether it is a cache of a version that left no mark: such folders, and nothing else."""
     names = {path.name for path in folder.iterdir() if path.is_dir()}
-    return "locks" in names <= _PARTS and len(names) == len(os.listdir(folder))
+    return "locks" in names <= _FOLDERS and len(names) == len(os.listdir(folder))
 
 
 def resolved(folder: str | os.PathLike) -> Path:
@@ -91,22 +94,55 @@ def _cannot_write(cache_dir: Path, error: OSError) -> UserError:
     )
 
 
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a temporary path that replaces `path` if the block succeeds.
+def derive(
+    cache_dir: Path, kind: str, name: str, origin: object, make: Make, suffix: str = ""
+) -> Derived:
+    """Returns a derived file of the cache; see `derived.derive`.
 
-    Call it under `exclusive`: it first removes the partial file of a killed process.
+    What is there is read from a cache that cannot be written, too.
+
+    Args:
+      kind: folder of the cache.
+      make: is called again after a transient error, and goes on with what a killed process left.
+
+    Raises:
+      UserError: it must be made, and the cache cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.unlink(missing_ok=True)
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    cache_dir = resolved(cache_dir)
+    lock = f"{kind}-{name}-{derived.key(origin)[:32]}"
+
+    def retried(partial):
+        return storage.retry(f"Writing {partial}", lambda: make(partial))
+
+    return derived.derive(
+        cache_dir / kind, name, origin, retried, suffix, lambda: exclusive(cache_dir, lock)
+    )
+
+
+def remembered(
+    cache_dir: Path,
+    kind: str,
+    name: str,
+    origin: object,
+    compute: Callable[[], Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """Returns `derived.value` in the cache, which need not be writable."""
+    cache_dir = resolved(cache_dir)
+    lock = f"{kind}-{name}-{derived.key(origin)[:32]}"
+    return derived.value(
+        cache_dir / kind, name, origin, compute, lambda: exclusive(cache_dir, lock)
+    )
+
+
+def file_digest(path: Path, cache_dir: Path) -> str:
+    """Returns the SHA-256 (hex) of all bytes of a file of others.
+
+    It is read again when its size or one of its times has changed.
+    """
+    with storage.told(f"reading {path}"):
+        state = {"path": os.path.realpath(path), "state": derived.file_state(path)}
+        compute = lambda: {"sha256": derived.digest(path)}  # noqa: E731
+        return str(remembered(cache_dir, "files", "digest", state, compute)["sha256"])
 
 
 @dataclass(eq=False)
@@ -120,12 +156,14 @@ class StoredArray:
       dtype: dtype of the items.
       count: number of items.
       offset: bytes in the file before the first item.
+      digest: SHA-256 (hex) of all bytes of the file; "" if unknown.
     """
 
     path: Path
     dtype: np.dtype
     count: int
     offset: int
+    digest: str = ""
     _handle: "_Handle | None" = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -141,7 +179,7 @@ class StoredArray:
 
     @classmethod
     def _open(cls, path):
-        with path.open("rb") as file:
+        with storage.open_regular(path) as file:
             version = np.lib.format.read_magic(file)
             if version != (1, 0):
                 raise ValueError(f"{path} is a .npy file of version {version}; legal: (1, 0)")
@@ -223,16 +261,59 @@ class ChainedArray:
 
 
 @dataclass(frozen=True, eq=False)
+class Ranges:
+    """Parts of an array, one after another; `array[first:last]` reads a slice.
+
+    Attributes:
+      ranges: first item of each part and the one after its last, int64 [parts, 2], ascending.
+    """
+
+    array: ChainedArray
+    ranges: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the items."""
+        return self.array.dtype
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        # Kept, so that a slice finds its parts by a binary search.
+        return np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self.ranges) else 0
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        first, last, step = index.indices(len(self))
+        if step != 1:
+            raise IndexError("only slices of step 1 are supported")
+        pieces = [np.empty(0, self.dtype)]
+        for number in range(np.searchsorted(self._ends, first, "right"), len(self.ranges)):
+            start, stop = self.ranges[number]
+            before = int(self._ends[number] - (stop - start))  # Items of the parts in front.
+            if before >= last:
+                break
+            offset = int(start) - before
+            pieces.append(self.array[max(first, before) + offset : min(last + offset, int(stop))])
+        return np.concatenate(pieces)
+
+
+@dataclass(frozen=True, eq=False)
 class MappedArray:
     """Token ids of a file as the ids of a tokenizer; `array[first:last]` reads a slice.
 
     Attributes:
+      name: of the corpus, for messages.
       array: ids of the file.
       table: the tokenizer's id of each of these, int32; empty for the same.
+      vocab_size: number of the tokenizer's ids.
     """
 
-    array: ChainedArray
+    name: str
+    array: ChainedArray | Ranges
     table: np.ndarray
+    vocab_size: int
 
     @property
     def dtype(self) -> np.dtype:
@@ -243,7 +324,21 @@ class MappedArray:
         return len(self.array)
 
     def __getitem__(self, index: slice) -> np.ndarray:
-        ids = self.array[index].astype(np.int32)
+        """Reads a slice, of which every id is checked: files of others may change.
+
+        Raises:
+          UserError: an id is not in the vocabulary.
+        """
+        ids = self.array[index]
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            wrong = int(ids.max()) if ids.max() >= self.vocab_size else int(ids.min())
+            raise UserError(
+                f"{self.name} has the token id {wrong}, and its tokenizer has "
+                f"{self.vocab_size:,} tokens; name the tokenizer that wrote it with "
+                "data.tokenizer, or data.tokenizer=none with the vocabulary size in "
+                "model.vocab_size."
+            )
+        ids = ids.astype(np.int32)
         return self.table[ids] if len(self.table) else ids
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
@@ -258,7 +353,7 @@ class _Handle:
     """An open file, closed when its last reader drops it."""
 
     def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = storage.regular_descriptor(path, os.O_RDONLY)
 
     def __del__(self, close=os.close):  # bound here: `os` may be unloaded at interpreter exit
         if hasattr(self, "descriptor"):

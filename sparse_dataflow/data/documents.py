@@ -1,32 +1,17 @@
-"""Documents: their sources, the rule that holds some out for validation, and their stored form.
+"""Documents and their sources.
 
 A source lists its documents in a fixed order without blank ones, any number of times. Its
-`fingerprint` changes when its files change, so prepared copies never go stale. `local_files.py`
+`files_read` changes when its files change, so prepared copies never go stale. `local_files.py`
 reads files of a user.
-
-A document is held out iff the first 8 bytes of sha256(document id), as a big-endian integer, are
-divisible by 20. This selects about one document in twenty, the same on every machine and for every
-other content of the corpus. Exact copies of a text go where the copy of the smallest hash goes, so
-no held-out text is trained. If the rule leaves a split of a small corpus empty, the text with the
-smallest hash is held out. A single document is cut at the last line break before 95% of its UTF-8
-bytes.
-
-A stored corpus is a folder with `train.array_record`, `validation.array_record` and
-`metadata.json`: the number of documents and the digest of each split as read from the source.
 """
 
-import array
 import bisect
 import hashlib
 import itertools
-import json
-import logging
 import os
 import platform
 import re
-import shutil
 import stat
-import struct
 import sys
 import sysconfig
 import tarfile
@@ -38,8 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparse_dataflow.data.fetched import with_progress
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import derived, storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import MARK
 
@@ -68,6 +52,11 @@ class PickedDocuments(Sequence[Document]):
     documents: Sequence[Document]
     indices: np.ndarray
 
+    @property
+    def identity(self) -> list:
+        """See `identity`."""
+        return [identity(self.documents), hashlib.sha256(self.indices.tobytes()).hexdigest()]
+
     def __len__(self) -> int:
         return len(self.indices)
 
@@ -82,6 +71,11 @@ class ChainedDocuments(Sequence[Document]):
 
     sources: tuple[Sequence[Document], ...]
     names: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> list:
+        """See `identity`."""
+        return [identity(source) for source in self.sources]
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -101,8 +95,8 @@ class Source(Protocol):
     """Documents that a corpus is prepared from."""
 
     @property
-    def fingerprint(self) -> str:
-        """Short folder-safe name that changes when the documents change."""
+    def files_read(self) -> object:
+        """Data that changes when one of the files changes."""
 
     def documents(self) -> Iterator[Document]:
         """Yields all non-blank documents in a fixed order."""
@@ -131,10 +125,10 @@ class PythonStdlibSource:
         ]
 
     @property
-    def fingerprint(self) -> str:
+    def files_read(self) -> object:
         """Interpreter implementation, version and a digest of the file listing."""
         version = f"{sys.implementation.name}-{platform.python_version()}"
-        return f"{version}-{listing_digest(self.root, self._files())}"
+        return [version, listing_digest(self.root, self._files())]
 
     def documents(self) -> Iterator[Document]:
         """Yields one document per file.
@@ -168,9 +162,9 @@ class SotuSource:
     archive: Path
 
     @property
-    def fingerprint(self) -> str:
-        """The archive's file name, which holds the package version."""
-        return self.archive.stem
+    def files_read(self) -> object:
+        """Digest of the archive, which is one file."""
+        return derived.digest(self.archive)
 
     def documents(self) -> Iterator[Document]:
         """Yields the speeches in the order of their ids.
@@ -179,7 +173,7 @@ class SotuSource:
           UserError: the archive is damaged or is another package.
         """
         try:
-            with tarfile.open(self.archive) as archive:
+            with tarfile.open(storage.regular(self.archive)) as archive:
                 speeches = sorted(
                     (Path(member.name).stem, file.read().decode())
                     for member in archive
@@ -233,19 +227,11 @@ def is_file(path: Path) -> bool:
 
 
 def listing_digest(root: Path, files: list[Path]) -> str:
-    """Returns 12 hex digits of a digest of the files' names, sizes and times."""
+    """Returns the SHA-256 (hex) of the files' names, sizes and times of change."""
     digest = hashlib.sha256(os.fsencode(root))
     for path in files:
-        status = path.stat()
-        digest.update(os.fsencode(path) + b"\0%d\0%d\0" % (status.st_size, status.st_mtime_ns))
-    return digest.hexdigest()[:12]
-
-
-_LOG = logging.getLogger(__name__)
-_WORDS = re.compile(r"\w+")
-
-HOLD_OUT_EVERY = 20
-TRAIN_SHARE_OF_SINGLE_DOCUMENT = 0.95
+        digest.update(os.fsencode(path) + b"\0%d\0%d\0%d\0" % derived.file_state(path))
+    return digest.hexdigest()
 
 
 def document_hash(text: str) -> int:
@@ -253,217 +239,22 @@ def document_hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def is_held_out(document_id: str) -> bool:
-    """Returns whether the hash rule alone holds the document out."""
-    return document_hash(document_id) % HOLD_OUT_EVERY == 0
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """The split of one corpus.
-
-    Attributes:
-      count: number of documents, at least 1.
-      held_out: hashes of the held-out texts, uint64, sorted; of the ids where copies of few texts
-        make most of the corpus.
-      by_id: whether they are of the ids.
-      near_copies: held-out documents that differ from a training document in case, punctuation and
-        spaces alone.
-    """
-
-    count: int
-    held_out: np.ndarray
-    by_id: bool
-    near_copies: int
-
-    def assign(self, document: Document) -> list[tuple[str, Document]]:
-        """Returns [(split name, document)]; a single document yields one piece for each split."""
-        if self.count == 1:
-            head, tail = cut_in_two(document)
-            return [("train", head), ("validation", tail)]
-        return [("validation" if self.holds_out(document) else "train", document)]
-
-    def holds_out(self, document: Document) -> bool:
-        """Returns whether a document is held out."""
-        number = np.uint64(document_hash(document.id if self.by_id else document.text))
-        place = np.searchsorted(self.held_out, number)
-        return bool(place < len(self.held_out) and self.held_out[place] == number)
-
-
-def split_for(documents: Iterable[Document]) -> Split:
-    """Returns the split of a corpus, in one pass and 24 bytes of memory a document.
-
-    Raises:
-      UserError: there are no documents.
-    """
-    rows = array.array("Q")
-    for document in documents:
-        plain = " ".join(_WORDS.findall(document.text.lower())) or document.text
-        rows.extend(map(document_hash, (document.id, document.text, plain)))
-    if not rows:
-        raise UserError("The corpus has no text.")
-    ids, texts, words = np.frombuffer(rows, np.uint64).reshape(-1, 3).T
-    texts_held, is_held_out = _held_out(ids, texts)
-    by_id = len(texts) > 1 and not 0 < 2 * is_held_out.sum() <= len(texts)
-    if by_id and len(texts) > 2:
-        _LOG.warning("copies of few texts make most of the corpus: held-out text is trained too")
-    if by_id:
-        texts_held, is_held_out = _held_out(ids, ids)
-    near = int(np.isin(words[is_held_out], words[~is_held_out]).sum())
-    if near:
-        _LOG.warning(
-            "%d of %d held-out documents differ from a training document in case, punctuation and "
-            "spaces alone", near, int(is_held_out.sum()),
-        )  # fmt: skip
-    return Split(len(texts), texts_held, by_id, near)
-
-
-def _held_out(ids, groups):
-    """Holds out groups of documents by the smallest hash of their ids.
-
-    Returns:
-      (sorted values of `groups` that are held out, whether each document is).
-    """
-    order = np.lexsort((ids, groups))
-    values, first, inverse = np.unique(groups[order], return_index=True, return_inverse=True)
-    deciding = ids[order][first]
-    held = deciding % np.uint64(HOLD_OUT_EVERY) == 0
-    # In a small corpus chance holds out none, or most.
-    if not 0 < 2 * held[inverse].sum() <= len(ids):
-        held = np.arange(len(held)) == np.argmin(deciding)
-    is_held_out = np.empty(len(ids), bool)
-    is_held_out[order] = held[inverse]
-    return values[held], is_held_out
-
-
-def cut_in_two(document: Document) -> tuple[Document, Document]:
-    """Cuts at the last line break before 95% of the bytes, else at the last character boundary.
-
-    Raises:
-      UserError: the document has fewer than two characters.
-    """
-    data = document.text.encode()
-    limit = int(len(data) * TRAIN_SHARE_OF_SINGLE_DOCUMENT)
-    cut = data.rfind(b"\n", 0, limit) + 1
-    if cut == 0:
-        cut = len(data[:limit].decode(errors="ignore").encode())
-    if cut == 0:
-        raise UserError("The corpus is one document that is too short to split. Add text.")
-    return (
-        Document(f"{document.id}#head", data[:cut].decode()),
-        Document(f"{document.id}#tail", data[cut:].decode()),
-    )
-
-
-SPLITS = ("train", "validation")
-STORED_VERSION = 2
-"""Raise it when the split of the same files or the form of a record changes."""
-
-METADATA = "metadata.json"
-_BUFFER = 2**15
-_RECORD_HEAD = struct.Struct("<Q")
-
-
-class Records(Sequence):
-    """The records {"id", "text"}, UTF-8 bytes, of a split of a stored corpus."""
-
-    def __init__(self, path: Path):
-        """Opens the file.
-
-        Raises:
-          Exception: it is missing or damaged; array_record raises errors of several types.
-        """
-        from array_record.python.array_record_module import ArrayRecordReader
-
-        # Records are read in any order, so none are read ahead.
-        self._reader = ArrayRecordReader(
-            str(path), "readahead_buffer_size:0", file_reader_buffer_size=_BUFFER
-        )
-
-    def __len__(self) -> int:
-        return self._reader.num_records()
-
-    # Slices are not supported.
-    def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
-        index = range(len(self))[index]
-        # The time of a read of a list of indices is proportional to the records of the file.
-        (data,) = self._reader.read(index, index + 1)
-        (size,) = _RECORD_HEAD.unpack_from(data)
-        start = _RECORD_HEAD.size
-        return {"id": data[start : start + size], "text": data[start + size :]}
-
-
-def store_documents(source: Source, folder: Path) -> None:
-    """Stores the documents of a source, split by `split_for`, in the order of the source.
-
-    The folder appears once all is written.  Documents are written as they are read, so memory is
-    bounded.
-
-    Raises:
-      RuntimeError: array_record could not write, as on a full disk.
-      OSError: another file could not be written.
-    """
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    partial = folder.with_name(f"incomplete.{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        digests = {split: hashlib.sha256() for split in SPLITS}
-        counts = dict.fromkeys(SPLITS, 0)
-        writers = {
-            split: ArrayRecordWriter(str(partial / f"{split}.array_record"), "group_size:1")
-            for split in SPLITS
-        }
-        for split, document in _assigned(source):
-            identity = document.id.encode()
-            data = _RECORD_HEAD.pack(len(identity)) + identity + document.text.encode()
-            writers[split].write(data)
-            _add_to_digest(digests[split], document)
-            counts[split] += 1
-        for writer in writers.values():
-            writer.close()
-        metadata = {"documents": counts, "digests": {s: d.hexdigest() for s, d in digests.items()}}
-        (partial / METADATA).write_text(json.dumps(metadata, indent=1), encoding="utf-8")
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _assigned(source: Source) -> Iterator[tuple[str, Document]]:
-    """Yields (split, document) of all documents; reads the source twice."""
-    split = split_for(_documents(source, "reading"))
-    for document in _documents(source, "storing", split.count):
-        yield from split.assign(document)
-
-
-def _documents(source, activity, count=0):
-    label = f"{activity} the corpus {source.fingerprint}"
-    return with_progress(source.documents(), label, count)
-
-
-def stored_metadata(folder: Path) -> dict[str, Any]:
-    """Returns {"documents", "digests"} by split.
-
-    Raises:
-      OSError or ValueError: the file is missing or damaged.
-    """
-    content = json_files.load(folder / METADATA)
-    values = {key: dict(content[key]) for key in ("documents", "digests")}
-    if any(set(SPLITS) - set(split_values) for split_values in values.values()):
-        raise ValueError(f"{folder / METADATA} lacks a split")
-    return values
+def identity(documents: Sequence[Document]) -> object:
+    """Returns data that differs wherever the documents do: their `identity`, or the digest of all
+    of their text."""
+    return getattr(documents, "identity", None) or documents_digest(documents)
 
 
 def documents_digest(documents: Iterable[Document]) -> str:
     """Returns the sha256 (hex) over ids and texts in order, each prefixed by its byte length."""
     digest = hashlib.sha256()
     for document in documents:
-        _add_to_digest(digest, document)
+        add_to_digest(digest, document)
     return digest.hexdigest()
 
 
-def _add_to_digest(digest, document: Document) -> None:
+def add_to_digest(digest: Any, document: Document) -> None:
+    """Adds a document to a digest of `hashlib`."""
     for text in (document.id, document.text):
         data = text.encode()
         digest.update(len(data).to_bytes(8, "big") + data)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sparse_dataflow.data.chat import ASSISTANT, USER, Rendered
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
@@ -106,14 +106,12 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> EncodedExampl
 def _marked_tokens(pieces, tokenizer):
     """Returns the ids of a text in pieces, and whether each belongs to an answer."""
     text = "".join(text for text, _ in pieces)
-    if tokenizer.chat_template:
-        ids, places = tokenizer.encode_with_places(text, chat=True)
-    else:
-        ids, places = tokenizer.encode_with_places(text)
-        prefix = tokenizer.document_prefix
-        ids = np.concatenate([np.asarray(prefix, np.int32), ids])
-        places = np.concatenate([np.zeros((len(prefix), 2), np.int64), places])
+    ids, places = tokenizer.encode_with_places(text, chat=bool(tokenizer.chat_template))
+    if not tokenizer.chat_template:
+        ids = tokenizer.as_document(ids, ends=False)
+        places = np.pad(places, ((len(ids) - len(places), 0), (0, 0)))
     is_answer = np.repeat([mark for _, mark in pieces], [len(text) for text, _ in pieces])
+    # A token is of the answer if any character of its span is, which two counts tell.
     count = np.concatenate([[0], np.cumsum(is_answer)])
     return ids, count[places[:, 1]] > count[places[:, 0]]
 

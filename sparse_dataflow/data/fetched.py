@@ -4,8 +4,7 @@ A copy belongs to one state of the address: names, sizes and versions of its obj
 is fetched into another folder, and the old one stays until the user clears the cache.
 """
 
-import hashlib
-import json
+import functools
 import logging
 import re
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from sparse_dataflow.data.cache import exclusive, resolved
+from sparse_dataflow.data.cache import derive
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.addresses import Address, Entry
 from sparse_dataflow.files.errors import UserError
@@ -47,15 +46,15 @@ def fetched(
     Raises:
       UserError: the address is empty or cannot be read, or the cache cannot be written.
     """
-    address, cache_dir = Address(addresses.normal(text)), resolved(cache_dir)
+    address = Address(addresses.normal(text))
     try:
         entries, parent = _entries(address)
         chosen = {name: entries[name] for name in sorted(choose(entries))}
-        folder = cache_dir / FOLDER / _name(parent, chosen)
-        if not folder.exists():
-            with exclusive(cache_dir, f"{FOLDER}-{folder.name}"):
-                if not folder.exists():
-                    _fetch(parent, chosen, folder)
+        listing = [[name, entry.size, entry.version] for name, entry in chosen.items()]
+        words = re.sub(r"[^a-zA-Z0-9]+", "-", str(parent).partition("://")[2]).strip("-")[-60:]
+        origin = {"address": str(parent), "objects": listing}
+        fetch = functools.partial(_fetch, parent, chosen)
+        folder = derive(cache_dir, FOLDER, words, origin, fetch).path
     except OSError as error:
         raise UserError(
             f"{address} cannot be read: {error.strerror or error}. Check its name, the credentials "
@@ -80,16 +79,7 @@ def _fetch(address, entries, folder):
     logging.getLogger(__name__).info(
         "fetching %d files, %.2f GiB, from %s into %s", len(entries), size / _GIB, address, folder
     )
-    partial = folder.with_name(f"{folder.name}.partial")
-    addresses.fetch(address, entries, partial)
-    partial.rename(folder)
-
-
-def _name(address, entries):
-    listing = [[name, entry.size, entry.version] for name, entry in entries.items()]
-    digest = hashlib.sha256(json.dumps([str(address), listing]).encode()).hexdigest()[:16]
-    words = re.sub(r"[^a-zA-Z0-9]+", "-", str(address).partition("://")[2]).strip("-")
-    return f"{words[-60:]}-{digest}"
+    addresses.fetch(address, entries, folder)
 
 
 T = TypeVar("T")

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.data import shards
-from sparse_dataflow.data.local_files import chosen_column, needed_module, say_once
-from sparse_dataflow.files import storage
+from sparse_dataflow.data.cache import file_digest
+from sparse_dataflow.data.local_files import chosen_column, say_once
+from sparse_dataflow.data.packed_files import needed_module
+from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
 PREFIX = "hf:"
@@ -19,10 +21,11 @@ PREFIX = "hf:"
 
 FEATURE = "text"
 
-CONTENT_BYTES = 2**30
-"""Text of a dataset up to which its split follows the content, which is read for it."""
-
 _BATCH_ROWS = 10_000
+_RECORD_BATCH = 3
+
+_SPLITS, _DATASET = ("dataset_dict.json",), ("dataset_info.json", "state.json")
+"""Files of a saved dictionary of datasets, and of a saved dataset."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +43,6 @@ class HubRecords(Sequence[dict[str, bytes]]):
     def __len__(self) -> int:
         return len(self.rows) if self.kept is None else len(self.kept)
 
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of the text of all rows, about."""
-        return self.rows.data.nbytes
-
     # Slices are not supported.
     def __getitem__(self, index: int) -> dict[str, bytes]:  # type: ignore[override]
         index = range(len(self))[index]
@@ -54,8 +52,7 @@ class HubRecords(Sequence[dict[str, bytes]]):
 
 def is_saved_dataset(folder: Path) -> bool:
     """Returns whether `save_to_disk` of a dataset or of a dictionary of them wrote the folder."""
-    names = (("dataset_dict.json",), ("dataset_info.json", "state.json"))
-    return any(all((folder / name).is_file() for name in group) for group in names)
+    return any(all((folder / name).is_file() for name in names) for names in (_SPLITS, _DATASET))
 
 
 def saved_splits(folder: Path, column: str = "") -> dict[str, HubRecords]:
@@ -69,10 +66,40 @@ def saved_splits(folder: Path, column: str = "") -> dict[str, HubRecords]:
     """
     library = needed_module("datasets", f"The saved dataset {folder}")
     try:
+        _refuse_odd_files(folder)
         dataset = library.load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:  # The library raises errors of any type.
         raise UserError(f"The dataset {folder} cannot be read ({first_line(error)}).") from error
     return _splits(str(folder), dataset, column)
+
+
+def _refuse_odd_files(folder):
+    """Refuses what the library would open at a place, or in a size, that a file names."""
+    pyarrow, ipc = (needed_module(name, str(folder)) for name in ("pyarrow", "pyarrow.ipc"))
+    names = (*_SPLITS, *_DATASET)
+    for path in (path for name in names for path in sorted(folder.rglob(name))):
+        fields = json_files.load(path)
+        for row in fields.get("_data_files") or () if isinstance(fields, dict) else ():
+            data = path.parent / row["filename"]
+            if data.resolve().parent != path.parent.resolve():
+                raise ValueError(f"{path} names the file {row['filename']} of another folder")
+            with pyarrow.memory_map(str(storage.regular(data))) as file:
+                for message in ipc.MessageReader.open_stream(file):
+                    _refuse_compressed(data, bytes(message.metadata))
+
+
+def _refuse_compressed(path, metadata: bytes):
+    """Refuses a message of Arrow that unfolds when it is read; those of the library are mapped."""
+    table = needed_module("flatbuffers.table", str(path)).Table
+    numbers = needed_module("flatbuffers.number_types", str(path))
+    message = table(metadata, int.from_bytes(metadata[:4], "little"))
+    # Fields of Message and RecordBatch in Arrow's Message.fbs.
+    kind = message.Offset(6)
+    if kind and message.Get(numbers.Uint8Flags, message.Pos + kind) == _RECORD_BATCH:
+        batch = table(metadata, 0)
+        message.Union(batch, message.Offset(8))
+        if batch.Offset(10):
+            raise ValueError(f"{path} is compressed; legal: what save_to_disk writes")
 
 
 @dataclass(frozen=True)
@@ -126,10 +153,11 @@ def hub_files(name: str) -> HubFiles:
     return HubFiles(f"{PREFIX}{whole}@{pinned[1]}" if pinned else f"{PREFIX}{name}", splits)
 
 
-def identity(splits: Mapping[str, HubRecords]) -> list:
-    """Returns what identifies the datasets without reading their text."""
+def identity(splits: Mapping[str, HubRecords], cache_dir: Path) -> list:
+    """Returns what tells datasets from others, from all bytes of their files."""
     return [
-        [split, len(records), records.rows.data.nbytes, records.rows._fingerprint]
+        [split, records.column, len(records), records.rows._fingerprint]
+        + [file_digest(Path(file["filename"]), cache_dir) for file in records.rows.cache_files]
         for split, records in sorted(splits.items())
     ]
 
@@ -153,10 +181,13 @@ def _with_text(name, dataset, column):
         dataset = dataset.with_format(None)
     rows = dataset.select_columns([column])
     marks = [np.empty(0, bool)]
-    for table in rows.with_format("arrow").iter(_BATCH_ROWS):
-        trimmed = compute.utf8_trim_whitespace(table.column(column))
-        has_text = compute.greater(compute.utf8_length(trimmed), 0)
-        marks.append(compute.fill_null(has_text, False).to_numpy())
+    try:
+        for table in rows.with_format("arrow").iter(_BATCH_ROWS):
+            trimmed = compute.utf8_trim_whitespace(table.column(column))
+            has_text = compute.greater(compute.utf8_length(trimmed), 0)
+            marks.append(compute.fill_null(has_text, False).to_numpy())
+    except Exception as error:  # The library raises errors of any type.
+        raise UserError(f"The {name} is damaged ({first_line(error)}). Copy it again.") from error
     kept = np.flatnonzero(np.concatenate(marks))
     if len(kept) == len(rows):
         return HubRecords(rows, column)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.data import shards
 from sparse_dataflow.data.shards import Skipped
 from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -96,7 +95,7 @@ class Lane:
 
     Args:
       stream: the corpus.
-      tokenizer: encodes the documents; its end of text follows each.
+      tokenizer: encodes the documents; see `Tokenizer.as_document`.
       seed: draws the order of shards and windows.
       length: targets of a window, which has one token more.
       windows_a_block: windows that are shuffled together; see `windows_a_block`.
@@ -182,7 +181,7 @@ class Lane:
             order = _permutation(len(self._shards), self._seed, self._number, "epoch", epoch)
             for place in range(first, len(order)):
                 shard = self._shards[order[place]]
-                rows = shards.texts(shard, self._stream.column, row, self._skipped)
+                rows = self._stream.texts(shard, row, self._skipped)
                 for number, tokens in self._encoded(rows):
                     yield Position(epoch, place, number), tokens
                     count += 1
@@ -190,7 +189,8 @@ class Lane:
             if not count and not first:
                 raise UserError(
                     f"The corpus {self._stream.name} has no text in "
-                    f"{', '.join(shard.address for shard in self._shards[:3])}."
+                    f"{', '.join(shard.address for shard in self._shards[:3])}, beside rows that "
+                    "are left out as they are held out or empty; legal: text in each file."
                 )
             epoch, first = epoch + 1, 0
             if self._number == 0:
@@ -207,9 +207,8 @@ class Lane:
         yield from self._encode(pending)
 
     def _encode(self, rows):
-        encoded = self._tokenizer.encode_batch([text for _, text in rows])
-        for (number, _), tokens in zip(rows, encoded, strict=True):
-            yield number, np.append(tokens, self._tokenizer.eot_id).astype(np.int32)
+        encoded = self._tokenizer.encode_documents([text for _, text in rows])
+        yield from zip((number for number, _ in rows), encoded, strict=True)
 
 
 class _Reader:

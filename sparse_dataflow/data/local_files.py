@@ -1,22 +1,25 @@
 """Documents in the text files of a user: plain, JSON lines, Parquet, compressed or not."""
 
 import functools
-import gzip
-import importlib
-import io
 import logging
 import os
-import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
-from sparse_dataflow.files import extras, json_files, storage
+from sparse_dataflow.data.packed_files import (
+    LONGEST_VALUE,
+    local_parquet,
+    needed_module,
+    uncompressed,
+)
+from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, escaped, first_line
 from sparse_dataflow.files.folders import leads_out, outside
 
@@ -36,12 +39,7 @@ LONG_TEXT = 4 * 2**20
 PIECE = 2**18
 """Characters (bytes of a text file) of each of these documents, about."""
 
-LONGEST_LINE = 64 * 2**20
-"""Bytes of a line of JSON."""
-
 _LOG = logging.getLogger(__name__)
-_BUFFER = 2**20
-_PARQUET_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,16 @@ class LocalSource:
                     )
 
     @property
-    def fingerprint(self) -> str:
-        """Folder name and a digest of its path and listing."""
-        name = re.sub(r"[^a-zA-Z0-9]+", "_", self.path.stem)[:40]
-        name += "-examples" if self.examples else ""
-        name += f"-{re.sub(r'[^a-zA-Z0-9]+', '_', self.column)[:40]}" if self.column else ""
-        return f"{name}-{listing_digest(Path(os.path.realpath(self.path)), self._files())}"
+    def files_read(self) -> object:
+        """Digest of the path and of the file listing."""
+        return listing_digest(Path(os.path.realpath(self.path)), self._files())
 
     def documents(self) -> Iterator[Document]:
         """Yields the documents in the order of their files.
 
         Raises:
           UserError: there is no text; a file cannot be read, is not UTF-8, or has a line without a
-            JSON field "text" or of more than `LONGEST_LINE` bytes; or a package that reads it is
+            JSON field "text" or of more than `LONGEST_VALUE` bytes; or a package that reads it is
             not installed.
         """
         count, root = 0, self._root
@@ -182,21 +177,6 @@ class _NoText(UserError):
     """A .json file whose records have no text, such as settings of a program."""
 
 
-def needed_module(name: str, purpose: str) -> Any:
-    """Imports a module of an extra.
-
-    Raises:
-      UserError: it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        raise UserError(
-            f"{purpose} needs the package {package}: {extras.installation(package)}."
-        ) from error
-
-
 def chosen_column(names: Sequence[str], strings: Sequence[str], column: str, place: str) -> str:
     """Returns the column with the text: `column`, else "text", else the only one of strings.
 
@@ -235,15 +215,10 @@ def _read_file(path: Path, name: str, examples: bool, column: str) -> Iterator[D
         raise UserError(f"{path} cannot be read: {reason}.") from error
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
     """Opens a file for reading its uncompressed bytes."""
-    if path.suffix.lower() == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix.lower() == ".zst":
-        arrow = needed_module("pyarrow", f"Reading {path}")
-        file = arrow.CompressedInputStream(arrow.OSFile(os.fsencode(path)), "zstd")
-        return io.BufferedReader(file, _BUFFER)
-    return path.open("rb")
+    file = storage.open_regular(path)
+    return uncompressed(file, str(path), os.fstat(file.fileno()).st_size)
 
 
 def _read_text(path: Path, name: str) -> Iterator[Document]:
@@ -312,12 +287,12 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
     one list or object."""
     if path.name.lower().endswith(JSON):
         with _opened(path) as file:
-            content = file.read(LONGEST_LINE + 1)
+            content = file.read(LONGEST_VALUE + 1)
         try:
             whole = json_files.parse(content.decode("utf-8-sig"))
         except ValueError:  # Lines, or damaged, which a line will say.
             whole = None
-        if whole is not None and len(content) <= LONGEST_LINE:
+        if whole is not None and len(content) <= LONGEST_VALUE:
             yield from enumerate(whole if isinstance(whole, list) else [whole], start=1)
             return
     for number, line in _lines(path):
@@ -328,12 +303,12 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the number and the text of each line that is not blank."""
     position, number = 0, 0
     with _opened(path) as file:
-        while line := file.readline(LONGEST_LINE + 1):
+        while line := file.readline(LONGEST_VALUE + 1):
             number += 1
-            if len(line) > LONGEST_LINE:
+            if len(line) > LONGEST_VALUE:
                 raise UserError(
-                    f"{path}, line {number}, is longer than {LONGEST_LINE >> 20} MiB. Cut its text "
-                    "into several lines."
+                    f"{path}, line {number}, is longer than {LONGEST_VALUE >> 20} MiB. Cut its "
+                    "text into several lines."
                 )
             text = _text(line, path, position)
             position += len(line)
@@ -343,33 +318,18 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _read_parquet(path: Path, name: str, column: str) -> Iterator[Document]:
     arrow = needed_module("pyarrow", f"Reading {path}")
-    parquet = needed_module("pyarrow.parquet", f"Reading {path}")
     number = 0
     try:
-        # Without these, whole row groups are in memory.
-        table = parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
-        with table:
-            chosen = chosen_column(
-                table.schema_arrow.names, string_columns(table.schema_arrow), column, str(path)
-            )
-            for batch in table.iter_batches(_PARQUET_ROWS, columns=[chosen], use_threads=False):
-                for text in batch.column(0).to_pylist():
+        with local_parquet(path) as table:
+            chosen = chosen_column(table.schema.names, table.string_columns, column, str(path))
+            for group in range(len(table.group_rows)):
+                for text in table.values(chosen, group):
                     number += 1
                     yield from _documents(f"{name}:{number}", text or "")
     except arrow.ArrowException as error:
         raise UserError(f"{path} cannot be read: {first_line(error).rstrip('.')}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 (row {number + 1} or a later one).") from error
-
-
-def string_columns(schema: Any) -> list[str]:
-    """Returns the columns of strings of an Arrow schema."""
-    kinds = needed_module("pyarrow", "Reading Parquet").types
-    return [
-        field.name
-        for field in schema
-        if kinds.is_string(field.type) or kinds.is_large_string(field.type)
-    ]
 
 
 def _documents(name: str, text: str) -> Iterator[Document]:

@@ -4,9 +4,7 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 
-import numpy as np
-
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 
@@ -19,14 +17,14 @@ class HeldOutPrompt:
     """A passage of a held-out document.
 
     Attributes:
-      prompt_ids: int32 [prompt_tokens].
-      prompt: `prompt_ids` as text.
+      prompt: text of `prompt_tokens` tokens.
+      prompt_ids: its ids, with those in front of a text; see `Tokenizer.encode_prompts`.
       continuation: text of the `prompt_tokens` tokens that follow in the document.
     """
 
     document_id: str
-    prompt_ids: np.ndarray
     prompt: str
+    prompt_ids: list[int]
     continuation: str
 
 
@@ -58,13 +56,15 @@ def held_out_prompts(
             break
         document = corpus.validation[index]
         start = _line_start(document.text, _fraction(f"{document.id}:{round_}"))
-        ids = tokenizer.encode(document.text[start : start + total * longest_token])
-        if len(ids) < total:
+        text = document.text[start : start + total * longest_token]
+        cuts = tokenizer.cuts(text)
+        if len(cuts) <= total:
             continue
-        prompt, continuation = ids[:prompt_tokens], ids[prompt_tokens:total]
-        prompts[index, start] = HeldOutPrompt(
-            document.id, prompt, tokenizer.decode(prompt), tokenizer.decode(continuation)
-        )
+        # Behind the next whole character.
+        middle, end = (next(c for c in cuts[n:] if c >= 0) for n in (prompt_tokens, total))
+        prompt = text[:middle]
+        [ids] = tokenizer.encode_prompts([prompt])
+        prompts[index, start] = HeldOutPrompt(document.id, prompt, ids, text[middle:end])
     if not prompts and count > 0:
         raise UserError(
             f"No held-out document has {total} consecutive tokens. Use shorter prompts or add text."

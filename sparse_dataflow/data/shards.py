@@ -20,12 +20,16 @@ from typing import Any, BinaryIO
 
 from sparse_dataflow.data.local_files import (
     JSON_LINES,
-    LONGEST_LINE,
     PARQUET,
     TEXT,
     chosen_column,
+)
+from sparse_dataflow.data.packed_files import (
+    LONGEST_VALUE,
+    ParquetTable,
     needed_module,
-    string_columns,
+    parquet,
+    uncompressed,
 )
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
@@ -37,7 +41,6 @@ LEGAL_SHARDS = ".parquet, .jsonl, .json or .txt (also .gz, .zst)"
 
 _BLOCK = 2**20
 """Bytes of a request for a part of a file."""
-_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -106,10 +109,9 @@ def parts(address: str, count: int) -> list[Shard]:
     return [Shard(address, pair) for pair in itertools.pairwise(bounds)]
 
 
-def _group_ends(table) -> list[int]:
+def _group_ends(table: ParquetTable) -> list[int]:
     """Returns the first row of each row group, and the number of rows."""
-    counts = (table.metadata.row_group(g).num_rows for g in range(table.metadata.num_row_groups))
-    return list(itertools.accumulate(counts, initial=0))
+    return list(itertools.accumulate(table.group_rows, initial=0))
 
 
 def text_column(address: str, column: str) -> str:
@@ -120,8 +122,8 @@ def text_column(address: str, column: str) -> str:
         return "text"
     if is_parquet(address):
         with _parquet(address) as table:
-            schema = table.schema_arrow
-        return chosen_column(schema.names, string_columns(schema), column, short(address))
+            names = table.schema.names
+            return chosen_column(names, table.string_columns, column, short(address))
     for _, line in _lines(address, 0):
         record = _parsed(line)
         if isinstance(record, dict):
@@ -185,8 +187,8 @@ def _parquet_rows(shard, column, row):
     with _parquet(shard.address) as table:
         ends = _group_ends(table)
         first, last = shard.rows or (0, ends[-1])
-        if column not in table.schema_arrow.names:
-            columns = ", ".join(table.schema_arrow.names)
+        if column not in table.schema.names:
+            columns = ", ".join(table.schema.names)
             raise UserError(
                 f'{short(shard.address)} has no column "{column}", which the other shards have; '
                 f"its columns: {columns}."
@@ -194,15 +196,9 @@ def _parquet_rows(shard, column, row):
         for group, (start, stop) in enumerate(itertools.pairwise(ends)):
             if stop <= max(row, first) or start >= last:
                 continue
-            number = start
-            for batch in table.iter_batches(
-                _ROWS, row_groups=[group], columns=[column], use_threads=False
-            ):
-                if number + len(batch) > row:
-                    skip = max(0, row - number)
-                    for offset, text in enumerate(batch.column(0)[skip:].to_pylist(), skip):
-                        yield number + offset, text
-                number += len(batch)
+            for number, text in enumerate(table.values(column, group), start):
+                if number >= row:
+                    yield number, text
 
 
 def _line_rows(shard, column, row, skipped):
@@ -241,10 +237,10 @@ def _parsed(line: bytes) -> Any:
 def _lines(address, row) -> Iterator[tuple[int, bytes]]:
     with _opened(address) as file:
         number = 0
-        while line := file.readline(LONGEST_LINE + 1):
-            if len(line) > LONGEST_LINE:
+        while line := file.readline(LONGEST_VALUE + 1):
+            if len(line) > LONGEST_VALUE:
                 raise UserError(
-                    f"{short(address)}, row {number}, is longer than {LONGEST_LINE >> 20} MiB."
+                    f"{short(address)}, row {number}, is longer than {LONGEST_VALUE >> 20} MiB."
                 )
             if number >= row:
                 yield number, line
@@ -275,33 +271,25 @@ class _Whole(io.RawIOBase):
             raise ConnectionError(f"it ends after {self._count:,} of {self._listed:,} bytes")
         return len(content)
 
+    def close(self) -> None:
+        """Closes the file as well."""
+        self._file.close()
+        super().close()
+
 
 def _open(address) -> BinaryIO:
     return _filesystem(address).open(address, "rb", block_size=_BLOCK)
 
 
-@contextlib.contextmanager
-def _opened(address) -> Iterator[BinaryIO]:
+def _opened(address) -> contextlib.AbstractContextManager[BinaryIO]:
     """Opens the uncompressed bytes of a file."""
-    with contextlib.ExitStack() as stack:
-        stored = stack.enter_context(_open(address))
-        file = io.BufferedReader(_Whole(stored, size(address)), _BLOCK)
-        if address.endswith(".gz"):
-            yield stack.enter_context(gzip.open(file, "rb"))  # type: ignore[misc]
-        elif address.endswith(".zst"):
-            arrow = needed_module("pyarrow", f"Reading {address}")
-            source = stack.enter_context(arrow.PythonFile(file, "r"))
-            stream = arrow.CompressedInputStream(source, "zstd")
-            yield stack.enter_context(io.BufferedReader(stream, _BLOCK))
-        else:
-            yield file
+    count = size(address)
+    file = io.BufferedReader(_Whole(_open(address), count), _BLOCK)
+    return uncompressed(file, short(address), count)
 
 
-@contextlib.contextmanager
-def _parquet(address):
-    parquet = needed_module("pyarrow.parquet", f"Reading {address}")
-    with _open(address) as file, parquet.ParquetFile(file, pre_buffer=False) as table:
-        yield table
+def _parquet(address) -> contextlib.AbstractContextManager[ParquetTable]:
+    return parquet(_open(address), short(address))
 
 
 _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, json.JSONDecodeError)

@@ -1,12 +1,13 @@
-"""The process that renders templates and reads YAML: a program of its own, without this package.
+"""The process that runs rules of somebody else: templates, YAML and regular expressions.
+
+It is a program of its own, without this package.
 
 `template_sandbox.py` starts it with `python -I -S`, an empty environment and, as arguments, the
 bytes that it may take and the folders of the libraries Jinja and YAML. It answers requests on its
 standard input.
 
-Templates and YAML are text of somebody else. Limits of the operating system bound what they take,
-whatever they call. The rounds of a template's loops are counted as well, so that every machine
-refuses the same templates.
+Limits of the operating system bound what these rules take, whatever they call. The rounds of a
+template's loops are counted as well, so that every machine refuses the same templates.
 """
 
 import contextlib
@@ -180,6 +181,17 @@ def as_json(content: str) -> str:
         loader.dispose()
 
 
+def searched(operation: str, pattern: str, flags: int, *arguments: object) -> str:
+    """Returns the JSON of what a method of a compiled regular expression returns.
+
+    Args:
+      operation: "compile", "findall", "split" or "sub".
+      arguments: of the method.
+    """
+    compiled = re.compile(pattern, flags)
+    return json.dumps(None if operation == "compile" else getattr(compiled, operation)(*arguments))
+
+
 def _limit(kind, most, hard=None):
     """Sets a limit, but not above the one that the process has; a system may lack it."""
     with contextlib.suppress(OSError, ValueError):
@@ -192,7 +204,7 @@ def _answer(renderer, request):
     """Returns (whether it is an answer, its bytes)."""
     try:
         kind, *arguments = json.loads(request)
-        text = {"render": renderer.render, "yaml": as_json}[kind](*arguments)
+        text = {"render": renderer.render, "yaml": as_json, "regex": searched}[kind](*arguments)
         content = text.encode("utf-8", "surrogatepass")
         if len(content) <= MOST_BYTES:
             return True, content

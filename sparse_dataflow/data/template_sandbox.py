@@ -25,7 +25,7 @@ from sparse_dataflow.data import template_child
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
-MEMORY = 3 * 2**28
+MEMORY = 2**28
 """Bytes that the child may take: a limit of the operating system where it has one, as on Linux.
 On all systems, as on macOS, a child that works for longer is looked at each POLL_SECONDS."""
 
@@ -81,6 +81,36 @@ def yaml_value(content: bytes) -> Any:
         return json_files.parse(text)
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+class Regex:
+    """A regular expression of somebody else, with methods as those of `re.compile`."""
+
+    def __init__(self, pattern: str, flags: int = 0):
+        """Compiles it; raises as the methods.
+
+        Raises:
+          LimitExceeded: it takes too much time or memory; the text completes "The expression ".
+          UserError: it is not valid.
+        """
+        self._pattern = pattern, int(flags)
+        self._call("compile")
+
+    def findall(self, text: str) -> list[str | tuple[str, ...]]:
+        """Returns all matches, or the groups of each."""
+        rows = self._call("findall", text)
+        return [tuple(row) if isinstance(row, list) else row for row in rows]
+
+    def split(self, text: str) -> list[str | None]:
+        """Returns the texts between matches, and the groups."""
+        return self._call("split", text)
+
+    def sub(self, replacement: str, text: str, count: int = 0) -> str:
+        """Returns a text with matches replaced."""
+        return self._call("sub", replacement, text, count)
+
+    def _call(self, operation, *arguments):
+        return json_files.parse(_CHILD.answer("regex", operation, *self._pattern, *arguments))
 
 
 class _Child:

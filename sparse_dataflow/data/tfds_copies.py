@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.data.cache import StoredArray, exclusive
-from sparse_dataflow.data.local_files import chosen_column, needed_module
+from sparse_dataflow.data.local_files import chosen_column
+from sparse_dataflow.data.packed_files import ParquetTable, needed_module
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError, first_line
 
@@ -314,7 +315,7 @@ class _TFRecords:
     @cached_property
     def _starts(self) -> np.ndarray:
         starts, position, size = [], 0, len(self._bytes)
-        with self.path.open("rb") as file:
+        with storage.open_regular(self.path) as file:
             while position < size:
                 starts.append(position)
                 file.seek(position)
@@ -347,32 +348,29 @@ class _ParquetRecords:
 
     @cached_property
     def _table(self):
-        parquet = needed_module("pyarrow.parquet", f"Reading {self.path}")
-        table = parquet.ParquetFile(self.path)
-        if table.metadata.num_rows != self.count:
+        table = ParquetTable(storage.open_regular(self.path), str(self.path))
+        rows = sum(table.group_rows)
+        if rows != self.count:
             raise UserError(
-                f"{self.path} has {table.metadata.num_rows} of the {self.count} records that its "
-                "dataset_info.json counts. Prepare it again, as array_record."
+                f"{self.path} has {rows} of the {self.count} records that its dataset_info.json "
+                "counts. Prepare it again, as array_record."
             )
         return table
 
     @cached_property
     def _ends(self) -> list[int]:
-        groups = range(self._table.metadata.num_row_groups)
-        return list(
-            itertools.accumulate(self._table.metadata.row_group(g).num_rows for g in groups)
-        )
+        return list(itertools.accumulate(self._table.group_rows))
 
     def __getitem__(self, index: int) -> bytes:
         group = bisect.bisect_right(self._ends, index)
         rows = self._group(group)
-        return rows[index - self._ends[group] + len(rows)].as_py()
+        return rows[index - self._ends[group] + len(rows)]
 
     def _group(self, number):
         # One group, as neighbours are read together.
         if getattr(self, "_last", (None,))[0] != number:
-            column = self._table.read_row_group(number, ["data"]).column(0)
-            object.__setattr__(self, "_last", (number, column))
+            rows = list(self._table.values("data", number))
+            object.__setattr__(self, "_last", (number, rows))
         return self._last[1]  # type: ignore[attr-defined]
 
 

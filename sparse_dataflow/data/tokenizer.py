@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.data import tokenizer_library
-from sparse_dataflow.data.cache import exclusive, resolved
+from sparse_dataflow.data import cache, tokenizer_library
 from sparse_dataflow.data.chat import ChatTemplate
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
+from sparse_dataflow.data.documents import identity
 from sparse_dataflow.data.lost_text import LostText
 from sparse_dataflow.data.tokenizer_library import NO_IDENTITY, Identity
 from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.addresses import local_path
 from sparse_dataflow.files.errors import UserError, escaped
 
 _LOG = logging.getLogger(__name__)
@@ -37,14 +38,16 @@ SMALLEST_VOCAB = 257  # Of byte-level BPE: 256 bytes and the end-of-text token.
 SMALLEST_IDS = 2  # Of any other: a token and the end-of-text token.
 GPT2_VOCAB_SIZE = 50257
 
-# Part of the file name of a cached tokenizer: raise it when training changes.
 TRAINING_VERSION = 2
+"""Raise it when training changes."""
 TRAINING_CHARACTERS = 64 * 2**20
 LONGEST_WORD = 128
 """Characters. Training is quadratic in an unbroken run, such as base64, minified code or DNA."""
 
 _FIRST_STAND_IN = 0x10000
 """Character that stands for the first token of an `id_tokenizer`; those of bytes are below."""
+# Most tokens of an `id_tokenizer`: one Unicode character stands for each.
+LARGEST_IDS = 0x110000 - _FIRST_STAND_IN
 
 _FORMAT = "byte-level-bpe-1"
 _ORIGINAL_FORMAT = "byte-level-bpe-2"  # Has the original tokenizer.json and its ids.
@@ -145,6 +148,17 @@ class Tokenizer:
         prefix = self.identity.prefix
         return () if prefix == (self.eot_id,) else prefix
 
+    def as_document(self, ids: np.ndarray, begins: bool = True, ends: bool = True) -> np.ndarray:
+        """Returns the ids of a document from those of its text, int32 [tokens]: with its begin of
+        text, if the tokenizer has one, and its end of text.
+
+        Args:
+          begins: whether they are of the begin of the document; one is False for a piece.
+          ends: whether they are of its end.
+        """
+        before = self.document_prefix if begins else ()
+        return np.concatenate([before, ids, [self.eot_id] if ends else []]).astype(np.int32)
+
     @property
     def start_id(self) -> int:
         """Id in front of a text of which nothing is known."""
@@ -183,7 +197,9 @@ class Tokenizer:
     def open_ids(self) -> frozenset[int] | None:
         """Ids of bytes and parts of characters, whose text the tokens after them may change, where
         the text of a token depends on its neighbours; None where it is the token's bytes."""
-        if not self.original or tokenizer_library.joins_bytes(json_files.parse(self.original)):
+        if not self.original or tokenizer_library.joins_bytes(
+            tokenizer_library.fields_of(self.original)
+        ):
             return None
         names = map(self._engine.id_to_token, self.original_ids[: len(self.tokens)])
         return frozenset(
@@ -196,14 +212,13 @@ class Tokenizer:
     @functools.cached_property
     def content_hash(self) -> str:
         """Sha256 (hex) of what `save` writes, without the files of the identity and `has_text`."""
-        identity = dataclasses.replace(self.identity, files=())
-        bare = dataclasses.replace(self, identity=identity, has_text=True)
-        return hashlib.sha256(bare._canonical()).hexdigest()
+        fields = self._fields(dataclasses.replace(self.identity, files=()), has_text=True)
+        return hashlib.sha256(_as_bytes(fields)).hexdigest()
 
     @functools.cached_property
     def _engine(self):
         if self.original:
-            return _original_engine(self.original, self.vocab_size)
+            return _shared_engine(self.original, self.vocab_size)
         return self._plain_engine()
 
     @functools.cached_property
@@ -233,6 +248,7 @@ class Tokenizer:
     def ids_from_original(self) -> np.ndarray:
         """Id of each id in `original`, int32 [vocab_size]; the identity without `original`."""
         ids = self.original_ids or range(self.vocab_size)
+        # Sorting a permutation inverts it.
         return np.argsort(np.asarray(ids)).astype(np.int32)
 
     def pieces(self, text: str) -> Iterator[str]:
@@ -250,7 +266,13 @@ class Tokenizer:
 
     @arguments.checked
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns `encode` of each text; uses all cores."""
+        """Returns `encode` of each text; uses all cores.
+
+        Raises:
+          UserError: a text is not empty, and the tokens are no text; see `has_text`.
+        """
+        if any(texts):
+            self._refuse_text()
         pieces = [list(self.pieces(text)) for text in texts]
         flat = [piece for text_pieces in pieces for piece in text_pieces]
         with tokenizer_library.failures("encode a text"):
@@ -266,6 +288,18 @@ class Tokenizer:
         self._say_lost(texts, ids)
         return ids
 
+    def _refuse_text(self):
+        if not self.has_text:
+            raise UserError(
+                "The model was trained on token ids of an unknown tokenizer (data.tokenizer=none), "
+                "so no text has tokens; legal: lists of token ids, and corpora of them."
+            )
+
+    @arguments.checked
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the token ids of each text as a document; see `as_document`."""
+        return list(map(self.as_document, self.encode_batch(texts)))
+
     def lost(self, texts: Sequence[str], ids: Iterable[np.ndarray]) -> Counter[str]:
         """Returns `LostText.count` of texts and their ids; nothing if each byte has a token."""
         return self._lost_text.count(texts, ids) if self._lost_text else Counter()
@@ -275,7 +309,7 @@ class Tokenizer:
         """What counts text without a token; None where each byte has one."""
         if not self.original or len({token for token in self.tokens if len(token) == 1}) == 256:
             return None
-        unknown = tokenizer_library.unknown_token(json_files.parse(self.original))
+        unknown = tokenizer_library.unknown_token(tokenizer_library.fields_of(self.original))
         return LostText(self._engine, self.special_ids, unknown)
 
     def _say_lost(self, texts, ids, chat=False):
@@ -297,6 +331,7 @@ class Tokenizer:
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text with those that the library puts in front of it. Those of
         an empty text are never empty."""
+        self._refuse_text()  # An empty one too: what follows is text.
         prefix = list(self.identity.prefix)
         return [prefix + ids.tolist() or [self.start_id] for ids in self.encode_batch(texts)]
 
@@ -304,6 +339,7 @@ class Tokenizer:
     def encode_chat(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of texts that the chat template rendered, whose special tokens are
         one token each."""
+        self._refuse_text()
         with tokenizer_library.failures("encode a conversation"):
             encoded = self._chat_engine.encode_batch_fast(list(texts), add_special_tokens=False)
         rows = [np.asarray(one.ids, np.int32) for one in encoded]
@@ -322,6 +358,7 @@ class Tokenizer:
         Args:
           chat: whether it is of a chat template; see `encode_chat`.
         """
+        self._refuse_text()
         engine = self._chat_engine if chat else self._engine
         with tokenizer_library.failures("encode a text"):
             encoded = engine.encode_batch([text], add_special_tokens=False)[0]
@@ -332,6 +369,19 @@ class Tokenizer:
             self._say_lost([text], [ids], chat)
             return ids, places
         return np.where(ids < len(self.tokens), ids, self.eot_id).astype(np.int32), places
+
+    @arguments.checked
+    def cuts(self, text: str) -> np.ndarray:
+        """Returns where a text can be cut: the number of characters in front of its first token,
+        which is 0, and up to the end of each token, int64 [tokens + 1]; -1 inside a character.
+
+        The text between two cuts is that of the tokens between them. What `decode` returns for
+        these tokens alone may lack the space between words.
+        """
+        _, places = self.encode_with_places(text)
+        ends = np.maximum.accumulate(np.concatenate([[0], places[:, 1]]))
+        ends[:-1][places[:, 0] < ends[:-1]] = -1
+        return ends
 
     @arguments.checked
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -351,9 +401,14 @@ class Tokenizer:
             return self._engine.decode(ids, skip_special_tokens=False)
 
     @arguments.checked
+    def decode_after(self, before: Sequence[int], ids: Sequence[int] | np.ndarray) -> str:
+        """Returns what ids add to the text of those before, with the space between words."""
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
+    @arguments.checked
     def save(self, path: str | Path) -> None:
         """Writes canonical JSON; replaces the file atomically."""
-        path = Path(path)
+        path = local_path("path", path)
         make = functools.partial(path.parent.mkdir, parents=True, exist_ok=True)
         storage.retry(f"Making {path.parent}", make)
         storage.replace(path, self._canonical())
@@ -402,7 +457,10 @@ class Tokenizer:
         _ = self._engine
 
     def _canonical(self) -> bytes:
-        fields = {
+        return _as_bytes(self._fields(self.identity, self.has_text))
+
+    def _fields(self, identity: Identity, has_text: bool) -> dict[str, object]:
+        fields: dict[str, object] = {
             "format": _FORMAT,
             "vocab_size": self.vocab_size,
             "tokens": self.tokens,
@@ -416,11 +474,15 @@ class Tokenizer:
             }
         if self.chat_template:
             fields["chat_template"] = asdict(self.chat_template)
-        if self.identity != NO_IDENTITY or self.identity.files:
-            fields["identity"] = self.identity.to_json()
-        if not self.has_text:
+        if identity != NO_IDENTITY or identity.files:
+            fields["identity"] = identity.to_json()
+        if not has_text:
             fields["has_text"] = False
-        return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
+        return fields
+
+
+def _as_bytes(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
 def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:
@@ -442,24 +504,22 @@ def load_tokenizer(kind: str, corpus: Corpus, vocab_size: int, cache_dir: Path) 
 def train_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: Path) -> Tokenizer:
     """Trains a tokenizer on the train split, or loads it from the cache.
 
-    The cache key is the corpus content, the vocabulary size and `TRAINING_VERSION`. Training reads
-    at most `TRAINING_CHARACTERS` characters, spread over the split, and is deterministic.
+    Training reads at most `TRAINING_CHARACTERS` characters, spread over the split, and is
+    deterministic.
 
     Raises:
       UserError: `vocab_size` is under 257, or the cache folder cannot be written.
     """
     _refuse_small(vocab_size)
-    key = f"bpe{TRAINING_VERSION}-{vocab_size}-{corpus.content_hash[:16]}"
-    path = resolved(cache_dir) / "tokenizers" / f"{key}.json"
-    with exclusive(resolved(cache_dir), key):
-        cached = _load_or_none(path)
-        if cached is not None and cached.vocab_size == vocab_size:
-            return cached
+
+    def train(path):
         name = escaped(corpus.name)
         _LOG.info("training the tokenizer of %d tokens on the corpus %s", vocab_size, name)
-        tokenizer = _train(short_words(training_texts(corpus)), vocab_size)
-        tokenizer.save(path)
-    return tokenizer
+        _train(short_words(training_texts(corpus)), vocab_size).save(path)
+
+    origin = {"vocab_size": vocab_size, "texts": texts_read(corpus)}
+    stored = cache.derive(cache_dir, "tokenizers", "bpe", origin, train, ".json")
+    return Tokenizer.load(stored.path)
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
@@ -477,12 +537,12 @@ def id_tokenizer(vocab_size: int) -> Tokenizer:
     byte, but for the last id, the end of text.
 
     Raises:
-      UserError: `vocab_size` is under 2.
+      UserError: `vocab_size` is under 2, or has no stand-ins.
     """
-    if vocab_size < SMALLEST_IDS:
+    if not SMALLEST_IDS <= vocab_size <= LARGEST_IDS:
         raise UserError(
-            f"The vocabulary size {vocab_size} is too small for token ids; legal: {SMALLEST_IDS} "
-            "or more."
+            f"The vocabulary size {vocab_size:,} is none of token ids alone; legal: {SMALLEST_IDS} "
+            f"to {LARGEST_IDS:,}."
         )
     return Tokenizer(_stand_ins(vocab_size - 1), (), vocab_size, has_text=False)
 
@@ -515,7 +575,7 @@ def gpt2_tokenizer() -> Tokenizer:
     folder = Path(package.submodule_search_locations[0]) / "data"
     vocab = json_files.load(folder / "encoder.json")
     tokens = sorted(vocab, key=vocab.get)
-    merges = parse_merges((folder / "vocab.bpe").read_text(encoding="utf-8"))
+    merges = parse_merges(json_files.read_bytes(folder / "vocab.bpe").decode())
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
 
 
@@ -555,13 +615,6 @@ def _character_by_byte() -> dict[int, str]:
     return {byte: character for character, byte in _byte_by_character().items()}
 
 
-def _load_or_none(path: Path) -> Tokenizer | None:
-    try:
-        return Tokenizer.load(path)
-    except UserError:
-        return None
-
-
 def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     import tokenizers
 
@@ -585,6 +638,12 @@ def _with_byte_level(engine):
     return engine
 
 
+@functools.lru_cache(maxsize=1)
+def _shared_engine(original, vocab_size):
+    """Returns `_original_engine` for all tokenizers of one file, none of which changes it."""
+    return _original_engine(original, vocab_size)
+
+
 def _original_engine(original, vocab_size):
     """Returns the library's tokenizer of a tokenizer.json."""
     import tokenizers
@@ -599,9 +658,23 @@ def _original_engine(original, vocab_size):
     engine.encode_special_tokens = True  # As plain text: no text encodes to end of text.
     if isinstance(engine.model, tokenizers.models.BPE):
         engine.model.dropout = None  # It would make encoding random.
-    if engine.decoder is None and tokenizer_library.joins_bytes(json_files.parse(original)):
+    if engine.decoder is None and tokenizer_library.joins_bytes(
+        tokenizer_library.fields_of(original)
+    ):
         engine.decoder = tokenizers.decoders.ByteLevel()
     return engine
+
+
+def texts_read(corpus: Corpus) -> dict[str, object]:
+    """Returns data that differs wherever `short_words` of `training_texts` do."""
+    return {
+        "code": TRAINING_VERSION,
+        "library": tokenizer_library.version(),
+        "characters": TRAINING_CHARACTERS,
+        "longest_word": LONGEST_WORD,
+        "train": identity(corpus.train),
+        "mixture": [[weight, texts_read(source)] for _, source, weight in corpus.mixture],
+    }
 
 
 def training_texts(corpus: Corpus, limit: float | None = None) -> Iterator[str]:

@@ -8,17 +8,15 @@ tokenizer.json.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from sparse_dataflow.data.tokenizer_growth import refuse_growth
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, first_line
-
-MOST_GROWTH = 16
-"""Times its length to which the steps of a tokenizer may make a text; those of published ones make
-it at most 4."""
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """Name of a token for one byte."""
@@ -37,6 +35,17 @@ def failures(activity: str) -> Iterator[None]:
         raise UserError(f"The tokenizer cannot {activity}: {first_line(error)}.") from None
 
 
+@functools.lru_cache(maxsize=1)
+def fields_of(text: str) -> Any:
+    """Returns the value of a tokenizer.json, which must not be changed: it is parsed once, as that
+    takes seconds where there are 262,144 tokens.
+
+    Raises:
+      ValueError: it is no JSON.
+    """
+    return json_files.parse(text)
+
+
 def from_text(text: str) -> Any:
     """Returns the library's tokenizer of a tokenizer.json, which neither cuts nor pads a text.
 
@@ -45,16 +54,10 @@ def from_text(text: str) -> Any:
     """
     import tokenizers
 
-    fields = json_files.parse(text)
+    fields = fields_of(text)
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
-    growth = 1.0
-    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
-        growth *= _growth(fields.get(name))
-    if growth > MOST_GROWTH:
-        raise ValueError(
-            f"its steps can make a text {growth:.3g} times as long; legal: up to {MOST_GROWTH}"
-        )
+    refuse_growth(fields)
     with failures("be read"):
         engine = tokenizers.Tokenizer.from_str(text)
         # A file may pad every text to any length.
@@ -65,7 +68,7 @@ def from_text(text: str) -> Any:
 
 def special_tokens(text: str) -> set[str]:
     """Returns the special tokens of a tokenizer.json, which no text encodes to."""
-    added = json_files.parse(text).get("added_tokens") or ()
+    added = fields_of(text).get("added_tokens") or ()
     return {token["content"] for token in added if token.get("special")}
 
 
@@ -143,32 +146,6 @@ def refuse_beyond(vocab: Mapping[str, int], special: Collection[str], rows: int)
         )
 
 
-def _growth(step) -> float:
-    """Returns the most times its length to which a step, and those inside it, make a text."""
-    if isinstance(step, list):
-        product = 1.0
-        for each in step:
-            product *= _growth(each)
-        return product
-    if not isinstance(step, dict):
-        return 1.0
-    if step.get("type") == "Replace":
-        return _replacement(step.get("pattern"), step.get("content"))
-    if step.get("type") == "TemplateProcessing":
-        pieces = step.get("single")
-        pieces = pieces if isinstance(pieces, list) else []
-        return max(1.0, sum(isinstance(p, dict) and "Sequence" in p for p in pieces))
-    return _growth([value for value in step.values() if isinstance(value, dict | list)])
-
-
-def _replacement(pattern, content) -> float:
-    length = len(content) if isinstance(content, str) else 0
-    text = pattern.get("String") if isinstance(pattern, dict) else pattern
-    if isinstance(text, str) and text:
-        return max(1.0, length / len(text))
-    return 1.0 + length  # A regular expression may match nothing, between any two characters.
-
-
 @dataclasses.dataclass(frozen=True)
 class Identity:
     """Special ids of an imported tokenizer, and the files that it came with.
@@ -211,3 +188,10 @@ class Identity:
 
 NO_IDENTITY = Identity()
 """That of a tokenizer that was not imported."""
+
+
+def version() -> str:
+    """Returns the version of the library, of which another may encode or train otherwise."""
+    import tokenizers
+
+    return str(tokenizers.__version__)

@@ -1,10 +1,10 @@
 """The splits of a corpus as arrays of tokens on disk.
 
-An end-of-text token follows each document. Files are named by the hashes of corpus and tokenizer,
-renamed when complete, and verified when opened. A process that is killed leaves a partial file with
-a record of its progress, and the next one continues there.
+An end-of-text token follows each document. The files are derived files of the cache. A process that
+is killed leaves a partial file with a record of its progress, and the next one continues there.
 """
 
+import functools
 import json
 import logging
 import os
@@ -18,29 +18,21 @@ from typing import BinaryIO
 
 import numpy as np
 
-from sparse_dataflow.data import token_ids
-from sparse_dataflow.data.cache import (
-    ChainedArray,
-    MappedArray,
-    StoredArray,
-    atomic_write,
-    exclusive,
-    resolved,
-)
-from sparse_dataflow.data.corpora import Corpus
-from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data import token_ids, tokenizer_library
+from sparse_dataflow.data.cache import ChainedArray, MappedArray, StoredArray, derive
+from sparse_dataflow.data.corpus.splits import Corpus
+from sparse_dataflow.data.documents import Document, identity
 from sparse_dataflow.data.fetched import with_progress
 from sparse_dataflow.data.lost_text import lost_words
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files, storage
-from sparse_dataflow.files.errors import UserError, escaped
+from sparse_dataflow.files.errors import escaped
 
 _LOG = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
+"""Raise it when the same documents become other tokens."""
 _BATCH_CHARACTERS = 2**20
-# Larger files are verified by length only, to keep the start of a run short.
-_CHECKSUM_BYTES = 2**30
 _CHUNK = 2**24  # tokens
 _SAVED_BYTES = 2**26
 """Bytes of tokens after which the progress is recorded."""
@@ -70,16 +62,13 @@ class CorpusTokens:
 
 
 @dataclass(frozen=True)
-class _Meta:
-    """Record of a complete file of tokens, or of the progress of a partial one."""
+class _Progress:
+    """What a file of tokens has of its documents."""
 
-    format: int
-    corpus: str
-    tokenizer: str
-    count: int
-    documents: int
-    text_bytes: int
-    crc32: int
+    count: int = 0
+    documents: int = 0
+    text_bytes: int = 0
+    crc32: int = 0
 
 
 def prepare_tokens(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> CorpusTokens:
@@ -102,62 +91,39 @@ def split_tokens(corpus: Corpus, split: str, tokenizer: Tokenizer, cache_dir: Pa
     if corpus.mixture and not own:
         sources = [split_tokens(s, split, tokenizer, cache_dir) for _, s, _ in corpus.mixture]
         return _chained(sources)
-    cache_dir = resolved(cache_dir)
     if corpus.ids:
-        array = getattr(corpus.ids, split)
         name = f"The corpus {corpus.name}"
-        key = f"{split} {corpus.content_hash}"
-        ids, counts = token_ids.mapped(name, array, tokenizer, cache_dir, key)
+        array = getattr(corpus.ids, split)
+        if split == "train":
+            array = token_ids.trained(name, corpus.ids, tokenizer, cache_dir)
+        ids, counts = token_ids.mapped(name, array, tokenizer, cache_dir)
         return SplitTokens(ids, counts.documents, counts.text_bytes)
-    key = f"{corpus.content_hash[:16]}-{tokenizer.content_hash[:16]}"
     documents = getattr(corpus, split)
-    return _open_or_write(
-        documents, split, corpus, tokenizer, cache_dir, cache_dir / "tokens" / key
-    )
+    origin = {
+        "code": _FORMAT,
+        "library": tokenizer_library.version(),
+        "documents": identity(documents),
+        "tokenizer": tokenizer.content_hash,
+        "dtype": _dtype(tokenizer).str,
+    }
+    write = functools.partial(_write, documents, corpus.name, tokenizer)
+    stored = derive(cache_dir, "tokens", split, origin, write, ".npy")
+    facts = stored.facts
+    return SplitTokens(StoredArray.open(stored.path), facts["documents"], facts["text_bytes"])
 
 
-def _open_or_write(documents, split, corpus, tokenizer, cache_dir, folder) -> SplitTokens:
-    array, meta = folder / f"{split}.npy", folder / f"{split}.json"
-    opened = _open(array, meta, corpus, tokenizer)
-    if opened is None:
-        with exclusive(cache_dir, f"tokens-{folder.name}-{split}"):
-            opened = _open(array, meta, corpus, tokenizer)
-            if opened is None:
-                storage.retry(
-                    f"Writing {array}", lambda: _write(documents, array, meta, corpus, tokenizer)
-                )
-                opened = _open(array, meta, corpus, tokenizer)
-    if opened is None:
-        raise UserError(f"The tokens written to {array} cannot be read back. Check the disk.")
-    return opened
-
-
-def _open(array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer) -> SplitTokens | None:
-    """Returns None where the files are missing, damaged or stale and must be written again."""
-    recorded = _recorded(array, meta, corpus, tokenizer)
-    if recorded is None:
-        return None
-    tokens, record = recorded
-    return SplitTokens(tokens, record.documents, record.text_bytes)
-
-
-def _recorded(array: Path, meta: Path, corpus, tokenizer) -> tuple[StoredArray, _Meta] | None:
-    """Returns the tokens of a file that a record describes; None where one is damaged or stale."""
+def _continued(partial: Path, progress: Path, dtype: np.dtype) -> _Progress:
+    """Returns what a killed process left in a partial file; nothing where it is damaged."""
     try:
-        record = _Meta(**json_files.load(meta))
+        done = _Progress(**json_files.load(progress))
         # The header of a partial file has no count yet.
-        tokens = replace(StoredArray.open(array), count=record.count)
-        whole = array.stat().st_size >= tokens.offset + tokens.nbytes
+        tokens = replace(StoredArray.open(partial), count=done.count)
+        whole = partial.stat().st_size >= tokens.offset + tokens.nbytes
+        if whole and tokens.dtype == dtype and _checksum(tokens) == done.crc32:
+            return done
     except Exception:  # See StoredArray.open.
-        return None
-    expected = (_FORMAT, corpus.content_hash, tokenizer.content_hash)
-    if (record.format, record.corpus, record.tokenizer) != expected:
-        return None
-    if tokens.dtype != _dtype(tokenizer) or not whole:
-        return None
-    if tokens.nbytes <= _CHECKSUM_BYTES and _checksum(tokens) != record.crc32:
-        return None
-    return tokens, record
+        pass
+    return _Progress()
 
 
 def _checksum(tokens: StoredArray) -> int:
@@ -174,44 +140,37 @@ def _chained(splits: Sequence[SplitTokens]) -> SplitTokens:
 
 
 def _write(
-    documents: Sequence[Document], array: Path, meta: Path, corpus: Corpus, tokenizer: Tokenizer
-) -> None:
-    array.parent.mkdir(parents=True, exist_ok=True)
-    partial = array.with_name(f".{array.name}.partial")
-    progress = array.with_name(f".{array.name}.progress")
-    recorded = _recorded(partial, progress, corpus, tokenizer)
-    nothing = _Meta(_FORMAT, corpus.content_hash, tokenizer.content_hash, 0, 0, 0, 0)
-    done = nothing if recorded is None else recorded[1]
+    documents: Sequence[Document], name: str, tokenizer: Tokenizer, partial: Path
+) -> dict[str, int]:
+    progress, dtype = partial.with_suffix(".progress"), _dtype(tokenizer)
+    done = _continued(partial, progress, dtype)
     try:
         with partial.open("r+b" if done.count else "wb") as file:
-            header_size = _write_header(file, _dtype(tokenizer), 0)
-            file.truncate(header_size + done.count * _dtype(tokenizer).itemsize)
+            header_size = _write_header(file, dtype, 0)
+            file.truncate(header_size + done.count * dtype.itemsize)
             file.seek(0, os.SEEK_END)
-            done = _append(file, documents, tokenizer, done, progress, corpus.name)
+            done = _append(file, documents, tokenizer, done, progress, name)
             file.seek(0)
             # numpy pads the header, so a larger count keeps its size.
-            if _write_header(file, _dtype(tokenizer), done.count) != header_size:
+            if _write_header(file, dtype, done.count) != header_size:
                 raise AssertionError("the .npy header changed its size")
-            _flush(file)
-        partial.replace(array)
     except OSError as error:
         if not storage.is_transient(error):
             partial.unlink(missing_ok=True)
             progress.unlink(missing_ok=True)
         raise
     progress.unlink(missing_ok=True)
-    with atomic_write(meta) as temporary:
-        temporary.write_text(json.dumps(asdict(done)))
+    return {"documents": done.documents, "text_bytes": done.text_bytes}
 
 
 def _append(
     file: BinaryIO,
     documents: Sequence[Document],
     tokenizer: Tokenizer,
-    done: _Meta,
+    done: _Progress,
     progress: Path,
     name: str,
-) -> _Meta:
+) -> _Progress:
     """Appends the tokens of the documents after the first `done.documents`; returns the record."""
     total, saved = len(documents), done.count
     remaining = map(documents.__getitem__, range(done.documents, total))
@@ -222,8 +181,7 @@ def _append(
         ends = [ends_document for _, ends_document in batch]
         pieces = []
         for ids, ends_document in zip(ids_of_pieces, ends):
-            end = [tokenizer.eot_id] if ends_document else []
-            pieces += [tokenizer.document_prefix if begins_document else [], ids, end]
+            pieces.append(tokenizer.as_document(ids, begins_document, ends_document))
             begins_document = ends_document
         tokens = np.concatenate(pieces).astype(dtype)
         file.write(tokens.data)

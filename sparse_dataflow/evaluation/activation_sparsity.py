@@ -25,7 +25,7 @@ from sparse_dataflow.core.config.layer_groups import (
     split_groups,
 )
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, partition, stacks
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import THRESHOLD, with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -82,7 +82,7 @@ def with_thresholds(model: Model, tokens: TokenArray, share: Share) -> Model:
             name: np.stack([layer[name] for layer in group_levels]) for name in group_levels[0]
         }
         wrappers = {n: {THRESHOLD: Thresholded(no_base, level)} for n, level in joined.items()}
-        groups.append(adapters.merged(wrappers, modules))
+        groups.append(partition.merged(wrappers, modules))
     params = {**model.params, "blocks": join_groups(groups)}
     return dataclasses.replace(model, params=params)
 

@@ -11,7 +11,7 @@ import jax
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.weights.masked import Masked
 from sparse_dataflow.core.weights.rows import rows_of
 from sparse_dataflow.core.weights.weight import Linear
@@ -36,7 +36,7 @@ def check(config: ModelConfig, form: str) -> None:
         raise UserError(f"The form {form!r} is unknown; legal: {', '.join(FORMS)}.")
     if form != ROWS:
         return
-    if dispatch.platform() != "cpu":
+    if not dispatch.on(platforms.ROW_KERNEL):
         raise UserError(f"Rows run on CPUs, and this is {dispatch.platform()}; legal: {DENSE}.")
     if not any(_width(config, name) for name in config.projections):
         raise UserError(
@@ -55,7 +55,7 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
     Raises:
       UserError: the form is "rows", and a mask is not of rows.
     """
-    if form == DENSE or dispatch.platform() != "cpu":
+    if form == DENSE or not dispatch.on(platforms.ROW_KERNEL):
         return layer
 
     def served(name, module):

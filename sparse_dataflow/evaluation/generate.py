@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.evaluation import drafts, kv_cache
-from sparse_dataflow.evaluation.drafts import Draft
+from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.evaluation.stopping import StreamDecoder
@@ -46,7 +44,6 @@ class Continuation:
     stopped_by: str
 
 
-@arguments.checked
 def generate(
     model: Model,
     prompts: Sequence[str | Sequence[int]],
@@ -59,13 +56,13 @@ def generate(
     seed: int | Sequence[int] | None = 0,
     on_token: Callable[[int, str], None] | None = None,
     weights: kv_cache.Weights | OffloadedExperts | None = None,
-    draft: Draft | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
 
     None is the default of `temperature`, `top_k`, `top_p`, `stop` and `seed`.
 
     Args:
+      model: see `sd.init` and `sd.load`.
       prompts: strings, in front of which an imported tokenizer may put a begin of text, or lists of
         token ids; an empty prompt starts a new document.
       max_new_tokens: maximum tokens of each continuation, at least 1.
@@ -79,7 +76,6 @@ def generate(
         characters are complete and it cannot become a stop string.
       weights: the model's parameters from `kv_cache.prepare`, or with experts in host memory; None
         prepares them in each call.
-      draft: model that drafts the texts, see `drafts`; None for none.
 
     Raises:
       UserError: a prompt fills the model's context, or another value is not legal.
@@ -102,6 +98,8 @@ def generate(
     sampling = Sampling(**{n: v for n, v in options.items() if v is not None}, seed=seed)
     if weights is None:
         weights = kv_cache.prepare(model.model, model.weights)
+    # Text is decoded while tokens come: a stop string may end in the middle of a token, and the
+    # stream ends once all rows have met theirs.
     stream = generate_tokens(
         model.model,
         weights,
@@ -110,7 +108,6 @@ def generate(
         model.context,
         sampling,
         finished=lambda: all(decoder.stopped_by for decoder in decoders),
-        draft=draft,
     )
 
     def report(index, text):
@@ -142,7 +139,6 @@ def generate_tokens(
     context: int,
     sampling: Sampling | None = None,
     finished: Callable[[], bool] = lambda: False,
-    draft: Draft | None = None,
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each prompt, step by step.
 
@@ -153,7 +149,6 @@ def generate_tokens(
       context: context length in tokens, including the prompt.
       sampling: sampling parameters; greedy decoding where None.
       finished: called before each step but the first; True stops the generation.
-      draft: model that drafts, for weights of `kv_cache.prepare`; None for none.
 
     Yields:
       One token per prompt; None where its context is full.
@@ -173,7 +168,7 @@ def generate_tokens(
         rows, prefill = len(prompts), weights.prefill
     else:
         rows = bucket(len(prompts), smallest=1)
-        prefill = functools.partial(kv_cache.prefill, config, weights)
+        prefill = functools.partial(kv_cache.program(kv_cache.prefill, config), config, weights)
     width = min(bucket(max(lengths)), context)
     cache_tokens = min(bucket(max(lengths) + count), context)
     tokens = np.zeros((rows, width), np.int32)
@@ -185,16 +180,7 @@ def generate_tokens(
     logits, caches = prefill(tokens, positions, cache_tokens=cache_tokens)
     first = np.asarray(sampler(logits, np.int32(0)))
     del logits
-    if draft is None:
-        rest = _following(config, weights, caches, first, positions, sampler, count)
-    else:
-        assert isinstance(weights, kv_cache.Weights)
-        _, draft_caches = kv_cache.prefill(
-            draft.config, draft.weights, tokens, positions, cache_tokens=cache_tokens
-        )
-        previous = tokens[np.arange(rows), positions - 1]
-        state = caches, draft, draft_caches, previous, first, positions, sampler
-        rest = drafts.following(config, weights, *state, texts=len(prompts))
+    rest = _following(config, weights, caches, first, positions, sampler, count)
     for step, next_tokens in enumerate(itertools.chain([first], rest)):
         full = [length + step >= context for length in lengths]
         yield [None if f else token for f, token in zip(full, next_tokens.tolist())]
@@ -208,7 +194,8 @@ def _following(config, weights, caches, tokens, positions, sampler, count):
     A program writes as many as take about SECONDS_UNSEEN, so that dispatching it costs little and
     text still streams.
     """
-    last, most = caches[0].keys.shape[2] - 1, kv_cache.most_tokens()
+    decode_tokens, most = kv_cache.program(kv_cache.decode_tokens, config), kv_cache.most_tokens()
+    last = caches[0].keys.shape[2] - 1
     step, at_once = 0, 1
     while step < count - 1:
         start = time.perf_counter()
@@ -217,7 +204,7 @@ def _following(config, weights, caches, tokens, positions, sampler, count):
             logits, caches = weights.decode_token(caches, tokens, at)
             written = np.asarray(sampler(logits, np.int32(step + 1)))[None]
         else:
-            written, caches = kv_cache.decode_tokens(
+            written, caches = decode_tokens(
                 config,
                 weights,
                 caches,

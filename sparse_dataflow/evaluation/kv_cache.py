@@ -18,11 +18,11 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import masked_attention
 from sparse_dataflow.core.weights.kind import ROUTER, SCALE, TABLE, leaf_of
@@ -31,6 +31,9 @@ from sparse_dataflow.evaluation.sampling import Sampler
 
 MOST_TOKENS = 32
 """Most tokens of each row that a program writes, but on a CPU."""
+
+DEEP = 8
+"""Layers above which a CPU runs a program for each layer; see `program`."""
 
 
 class Weights(NamedTuple):
@@ -94,7 +97,7 @@ def _layout(config, i, place, stacked):
     There each argument of a program costs about as much as a small kernel.
     """
     layout = jax.tree.map(lambda table: table[i], stacked)
-    if stacked.groups and dispatch.platform() == "gpu":
+    if stacked.groups and dispatch.on(platforms.COSTLY_ARGUMENTS):
         return BlockLayout.from_tables(layout, config.linear(place.projection).block)
     return jax.tree.map(jnp.asarray, layout)
 
@@ -128,6 +131,13 @@ def random_weights(config: ModelConfig, seed: int) -> Weights:
     return weights._replace(layers=tuple(layers))
 
 
+def program(function: Any, config: ModelConfig) -> Any:
+    """Returns `prefill` or `decode_tokens` as one program, or of a deep model on a CPU as one for
+    each layer: its compiler takes as long for each of equal layers."""
+    deep = dispatch.on(platforms.SLOW_COMPILER) and config.num_layers > DEEP
+    return function.__wrapped__ if deep else function
+
+
 @functools.partial(jax.jit, static_argnames=("config", "cache_tokens"))
 def prefill(
     config: ModelConfig,
@@ -149,11 +159,33 @@ def prefill(
       (float32 [B, vocab] logits of the next tokens, caches).
     """
     caches: list[LayerCache] = []
+    x_BxTxD = _embed(config, weights.embed, tokens_BxT)
+    for run, layer in zip(_layers(config, _read_prompt, cache_tokens), weights.layers):
+        x_BxTxD, cache = run(layer, x_BxTxD)
+        caches.append(cache)
+    return last_logits(config, weights._replace(layers=()), x_BxTxD, lengths_B), tuple(caches)
+
+
+@functools.cache
+def _layers(config, function, argument, **jit):
+    """Returns the program of each layer, one for equal layers. Its settings are not arguments: a
+    config takes longer to compare than a small layer to compute."""
+    models = [layer_model(config, i) for i in range(config.num_layers)]
+    programs = {
+        model: jax.jit(functools.partial(function, model, argument), **jit) for model in models
+    }
+    return tuple(programs[model] for model in models)
+
+
+_embed = jax.jit(gpt.embed, static_argnums=0)
+
+
+def _read_prompt(config, cache_tokens, layer, x_BxTxD):
+    """Returns the outputs of a layer and its cache."""
+    caches: list[LayerCache] = []
     attend = functools.partial(prompt_attention, caches, cache_tokens)
-    x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT)
-    for i, layer in enumerate(weights.layers):
-        x_BxTxD = gpt.block(layer_model(config, i), layer, x_BxTxD, attend=attend)
-    return last_logits(config, weights, x_BxTxD, lengths_B), tuple(caches)
+    x_BxTxD, _ = gpt.block(config, layer, x_BxTxD, attend=attend)
+    return x_BxTxD, caches[0]
 
 
 def prompt_attention(
@@ -192,7 +224,7 @@ def decode_text(
 
     Args:
       weights: weights from `prepare`.
-      caches: caches of the previous tokens; donate them.
+      caches: caches of the previous tokens, which are donated.
       tokens_BxT: int32, new tokens.
       positions_B: int32 [B], number of previous tokens of each row.
       has_room: whether the caches have room for all tokens, so that none is dropped: fewer kernels.
@@ -200,18 +232,33 @@ def decode_text(
     Returns:
       (float32 [B, T, vocab] logits of the tokens after each, updated caches).
     """
-    positions_BxT = positions_B[:, None] + jnp.arange(tokens_BxT.shape[1])
-    context = BatchContext(positions_BxT)
-    x_BxTxD = gpt.embed(config, weights.embed, tokens_BxT, context)
+    x_BxTxD, positions_BxT = _embed_at(config, weights.embed, tokens_BxT, positions_B)
     new_caches: list[LayerCache] = []
-    for i, (layer, cache) in enumerate(zip(weights.layers, caches)):
-        attend = functools.partial(
-            cached_attention, new_caches, cache, positions_BxT, has_room=has_room
-        )
-        layer_config = layer_model(config, i)
-        x_BxTxD = gpt.block(layer_config, layer, x_BxTxD, context, attend=attend)
-    params = {"head": weights.head, "embed": weights.embed}
-    return gpt.logits(config, params, x_BxTxD), tuple(new_caches)
+    programs = _layers(config, _append_text, has_room, donate_argnums=1)
+    for run, layer, cache in zip(programs, weights.layers, caches):
+        x_BxTxD, cache = run(layer, cache, x_BxTxD, positions_BxT)
+        new_caches.append(cache)
+    return _logits(config, weights._replace(layers=()), x_BxTxD), tuple(new_caches)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed_at(config, embed, tokens_BxT, positions_B):
+    """Returns the embeddings of tokens, and the position of each, int32 [B, T]."""
+    positions_BxT = positions_B[:, None] + jnp.arange(tokens_BxT.shape[1])
+    return gpt.embed(config, embed, tokens_BxT, BatchContext(positions_BxT)), positions_BxT
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config, weights, x_BxTxD):
+    return gpt.logits(config, {"head": weights.head, "embed": weights.embed}, x_BxTxD)
+
+
+def _append_text(config, has_room, layer, cache, x_BxTxD, positions_BxT):
+    """Returns the outputs of a layer for new tokens, and its cache."""
+    caches: list[LayerCache] = []
+    attend = functools.partial(cached_attention, caches, cache, positions_BxT, has_room=has_room)
+    x_BxTxD, _ = gpt.block(config, layer, x_BxTxD, BatchContext(positions_BxT), attend=attend)
+    return x_BxTxD, caches[0]
 
 
 def most_tokens() -> int:
@@ -220,7 +267,7 @@ def most_tokens() -> int:
     A CPU writes one: its compiler turns a loop over tokens into a single kernel on one core, which
     compiles for minutes.
     """
-    return 1 if dispatch.platform() == "cpu" else MOST_TOKENS
+    return 1 if dispatch.on(platforms.SLOW_COMPILER) else MOST_TOKENS
 
 
 @functools.partial(jax.jit, static_argnames=("config", "most"), donate_argnames="caches")
@@ -255,16 +302,23 @@ def decode_tokens(
     """
     last = caches[0].keys.shape[2] - 1
 
-    def append(i, carry):
-        written, tokens_B, caches = carry
+    def append(tokens_B, caches, i):
+        # Rows that ended go on until all do.  At the end of their cache they overwrite its last
+        # place, which nobody reads.
         at = jnp.minimum(positions_B + i, last)
         logits, caches = decode_token(config, weights, caches, tokens_B, at, has_room=True)
-        tokens_B = sampler(logits, step + i + 1)
+        return sampler(logits, step + i + 1), caches
+
+    def append_and_write(i, carry):
+        written, tokens_B, caches = carry
+        tokens_B, caches = append(tokens_B, caches, i)
         return written.at[i].set(tokens_B), tokens_B, caches
 
+    if most == 1:
+        tokens_B, caches = append(tokens_B, caches, 0)
+        return tokens_B[None], caches
     carry = jnp.zeros((most, len(tokens_B)), jnp.int32), tokens_B, caches
-    many = most > 1
-    written, _, caches = jax.lax.fori_loop(0, count, append, carry) if many else append(0, carry)
+    written, _, caches = jax.lax.fori_loop(0, count, append_and_write, carry)
     return written, caches
 
 
@@ -297,7 +351,7 @@ def cached_attention(
         # as k. A position past the cache is out of bounds, and such writes are dropped.
         keys = cache.keys.at[rows, :, positions_BxT].set(k)
         values = cache.values.at[rows, :, positions_BxT].set(v)
-    if dispatch.platform() == "gpu":
+    if dispatch.on(platforms.REORDERED_LOOPS):
         # Else XLA turns the caches for the loop over tokens, before it and after.
         keys, values = (with_layout_constraint(a, Layout((0, 1, 2, 3))) for a in (keys, values))
     caches.append(LayerCache(keys, values))
@@ -305,10 +359,11 @@ def cached_attention(
     return masked_attention(q, keys, values, visible[:, None], cap)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def last_logits(
     config: ModelConfig, weights: Weights, x_BxTxD: jax.Array, lengths_B: jax.Array
 ) -> jax.Array:
     """Returns float32 [B, vocab] logits after the last token of each row of `lengths_B` tokens."""
+    # Rows are padded on the right, so their last tokens have different places.
     last = jnp.take_along_axis(x_BxTxD, (lengths_B - 1)[:, None, None], axis=1)
-    params = {"head": weights.head, "embed": weights.embed}
-    return gpt.logits(config, params, last)[:, 0]
+    return _logits(config, weights, last)[:, 0]

@@ -47,6 +47,8 @@ class Ngrams:
 
     def _bigram(self, before, after):
         """Returns p(after | before), float [tokens]."""
+        # A pair is one number, so that counts are a sorted array: a table of all pairs would have
+        # the square of the vocabulary.
         codes = before * self._vocab + after
         index = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
         counts = np.where(self._codes[index] == codes, self._counts[index], 0)
@@ -56,6 +58,7 @@ class Ngrams:
 
     def _largest_after(self, before):
         """Returns max over b of p(b | before)."""
+        # All pairs that begin with a token are neighbours.
         first, last = np.searchsorted(
             self._codes, [before * self._vocab, (before + 1) * self._vocab]
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation.ngrams import Ngrams
 
@@ -38,10 +38,9 @@ class Router:
         self._ngrams = {name: self._counted(corpus) for name, corpus in corpora.items()}
 
     def _counted(self, corpus):
-        documents = self._tokenizer.encode_batch(list(_sample(corpus, TEXT_BYTES)))
-        end = np.asarray([self._tokenizer.eot_id])
-        tokens = [part for document in documents for part in (end, document)]
-        return Ngrams(np.concatenate([*tokens, end]), self._tokenizer.vocab_size)
+        documents = self._tokenizer.encode_documents(list(_sample(corpus, TEXT_BYTES)))
+        tokens = np.concatenate([[self._tokenizer.eot_id], *documents])
+        return Ngrams(tokens, self._tokenizer.vocab_size)
 
     def log_probabilities(self, texts: Sequence[str]) -> dict[str, list[float]]:
         """Returns, for each expert, the log-probability (nats) of each text in its training."""

@@ -2,17 +2,21 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import re
+import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sparse_dataflow.core.training.phases import Variant
+from sparse_dataflow.data import held_out
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
-from sparse_dataflow.files.errors import UserError, redact_json
+from sparse_dataflow.files.errors import UserError, redact_json, refuse_secrets
 from sparse_dataflow.files.folders import refuse_outside_links
 from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variants
@@ -44,6 +48,8 @@ class RunRecord:
       host: name of the host that began the run; "" if unknown.
       seed: of initial weights and batches; None in runs of older versions.
       rounded_weights: see `TokenMixture`; runs of older versions do not say it.
+      id: drawn once for a run; "" in runs of older versions.
+      split_version: `held_out.VERSION` of the run.
     """
 
     experiment: str
@@ -62,23 +68,59 @@ class RunRecord:
     host: str = ""
     seed: int | None = None
     rounded_weights: bool = True
+    id: str = ""
+    split_version: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "command", tuple(self.command))
-        for name in ("experiment", "date", "machine", "corpus", "corpus_hash", "tokenizer", "host"):
+        for name in (
+            "experiment",
+            "date",
+            "machine",
+            "corpus",
+            "corpus_hash",
+            "tokenizer",
+            "host",
+            "id",
+        ):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"its {name} is not a string")
         if not all(isinstance(word, str) for word in self.command) or not self.command:
             raise ValueError("its command is not a list of words")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.experiment):
             raise ValueError("its experiment is not a module name")
-        counts = {"vocab_size": self.vocab_size, **self.steps}
+        counts = {"vocab_size": self.vocab_size, "split_version": self.split_version, **self.steps}
         for name, count in counts.items():
             if type(count) is not int or count < 1:
                 raise ValueError(f"its {name} is not an integer of 1 or more")
         if type(self.rounded_weights) is not bool:
             raise ValueError("its rounded_weights is neither true nor false")
         dict(self.versions), dict(self.code)
+
+    def refuse_other_corpus(self, folder: Path, corpus: Corpus, advice: str) -> None:
+        """Checks that a corpus is that of the run, in every document and on which side it is.
+
+        Args:
+          folder: of the run.
+          advice: what to do where the text has changed.
+
+        Raises:
+          UserError: otherwise.
+        """
+        if corpus.content_hash == self.corpus_hash:
+            return
+        if self.split_version != held_out.VERSION:
+            raise UserError(
+                f"{folder} was begun by an older version of this package, which held out other "
+                f"documents of {corpus.name}; use that version with it, or start a new run."
+            )
+        raise UserError(f"The corpus {corpus.name} has changed since {folder} was started{advice}")
+
+    @property
+    def identity(self) -> str:
+        """Id of the run; of older versions a digest of when, where and with what it began."""
+        text = json.dumps([self.date, self.host, self.command, self.corpus_hash])
+        return self.id or hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def replay(self) -> str:
@@ -95,14 +137,23 @@ class RunRecord:
         return commit + ", with changed files" * bool(commit and self.code.get("dirty"))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields with secrets redacted; `RunRecord(**fields)` is the inverse."""
-        fields = {**vars(self), "command": list(self.command)}
-        return redact_json(fields)
+        """Returns the fields, the command without secrets; `RunRecord(**fields)` is the inverse."""
+        return {**vars(self), "command": redact_json(self.command)}
+
+
+def new_id() -> str:
+    """Draws the id of a run."""
+    return secrets.token_hex(8)
 
 
 def to_bytes(fields: Mapping[str, object]) -> bytes:
-    """Returns the bytes of a JSON file of a run, with secrets redacted."""
-    return json.dumps(redact_json(dict(fields)), indent=1).encode() + b"\n"
+    """Returns the bytes of a JSON file of a run, which is read again as it was.
+
+    Raises:
+      UserError: a field holds a secret; see `refuse_secrets`.
+    """
+    refuse_secrets({name: value for name, value in fields.items() if name != "command"})
+    return json.dumps(dict(fields), indent=1).encode() + b"\n"
 
 
 def read_config(folder: str | Path) -> RunConfig:

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from sparse_dataflow.evaluation.sampling_settings import SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
@@ -61,9 +61,9 @@ class Sampler:
     """
 
     keys_B: jax.Array
-    temperature: Any
-    top_k: Any
-    top_p: Any
+    temperature: ArrayLike
+    top_k: ArrayLike
+    top_p: ArrayLike
     stochastic: bool
     filters: bool
 
@@ -103,6 +103,7 @@ class Sampler:
         logits_BxV = logits_BxV / self.temperature
         if self.filters:
             ranked, order = _filtered(logits_BxV, self.top_k, self.top_p)
+            # The inverse of the sort puts each logit back at its token.
             rank_of_token = jnp.argsort(order, axis=-1)
             logits_BxV = jnp.take_along_axis(ranked, rank_of_token, axis=-1)
         return jax.nn.softmax(logits_BxV, axis=-1)
@@ -125,9 +126,9 @@ def row_keys(seed: int | Sequence[int], rows: int) -> jax.Array:
 def sample_tokens(
     logits_BxV: jax.Array,
     keys_B: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
+    temperature: ArrayLike,
+    top_k: ArrayLike,
+    top_p: ArrayLike,
     *,
     stochastic: bool,
     filters: bool,
@@ -142,6 +143,7 @@ def sample_tokens(
     if not filters:
         return jax.vmap(jax.random.categorical)(keys_B, logits_BxV).astype(jnp.int32)
     logits_BxV, order = _filtered(logits_BxV, top_k, top_p)
+    # Drawn among ranks: the sorted logits need not be put back.
     ranks = jax.vmap(jax.random.categorical)(keys_B, logits_BxV)
     return jnp.take_along_axis(order, ranks[:, None], axis=-1)[:, 0].astype(jnp.int32)
 

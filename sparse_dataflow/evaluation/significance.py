@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from sparse_dataflow.core import sums
+
 CONFIDENCE = 0.95
 NORMAL = 1.959964
 """Quantile of the normal distribution for `CONFIDENCE`."""
@@ -59,8 +61,7 @@ class PairedDifference:
 def clustered_mean(values: np.ndarray, documents: Sequence) -> ClusteredMean:
     """Returns the mean and its standard error clustered by document.
 
-    The error is sqrt(G / (G - 1) * sum over documents of (sum of residuals)²) / items for G
-    documents. With one item per document it is the usual standard error.
+    The error is that of `sums.mean`, whose parts are documents.
 
     Args:
       values: float [items].
@@ -68,12 +69,8 @@ def clustered_mean(values: np.ndarray, documents: Sequence) -> ClusteredMean:
     """
     values = np.asarray(values, np.float64)
     _, cluster = np.unique(np.asarray(documents), return_inverse=True)
-    residuals = np.bincount(cluster, values - values.mean())
-    count = len(residuals)
-    error = None
-    if count > 1:
-        error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / len(values)
-    return ClusteredMean(float(values.mean()), error, len(values), count)
+    mean = sums.mean(np.bincount(cluster, values), np.bincount(cluster))
+    return ClusteredMean(mean.value, mean.error, len(values), mean.groups)
 
 
 def is_share(metric: str) -> bool:

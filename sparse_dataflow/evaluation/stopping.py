@@ -105,30 +105,26 @@ class _Bytes:
 
 
 class _Neighbours:
-    """Writes tokens as the library does, which sees the one in front and, of bytes, all of them."""
+    """Writes tokens as the library does, which sees the one in front; bytes follow one another."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]):
         assert tokenizer.open_ids is not None
         self._tokenizer, self._open = tokenizer, tokenizer.open_ids
-        self._withheld: list[int] = []
-        self._before = self._last(before)
-
-    def _last(self, ids):
-        """Returns the last id whose text the following ones do not change, in a list."""
-        sized = self._tokenizer.token_bytes
-        return [i for i in ids if sized[i] and i not in self._open][-1:]
+        self._bytes = _Bytes(tokenizer)
+        sized = tokenizer.token_bytes
+        self._before = [i for i in before if sized[i] and i not in self._open][-1:]
 
     def add(self, token: int) -> str:
         """Returns the text that a token completes."""
         if not self._tokenizer.token_bytes[token]:
             return ""
-        self._withheld.append(token)
-        return "" if token in self._open else self.end()
+        if token in self._open:
+            return self._bytes.add(token)
+        text = self.end() + self._tokenizer.decode_after(self._before, [token])
+        self._before = [token]
+        return text
 
     def end(self) -> str:
         """Returns the text that is held back."""
-        ids = [*self._before, *self._withheld]
-        decode = self._tokenizer.decode
-        text = decode(ids)[len(decode(self._before)) :]
-        self._before, self._withheld = self._last(ids), []
+        text, self._bytes = self._bytes.end(), _Bytes(self._tokenizer)
         return text

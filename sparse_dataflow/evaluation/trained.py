@@ -15,7 +15,7 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import adapters, left_out
+from sparse_dataflow.core.model import left_out, partition
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import (
     ModelWeights,
@@ -114,7 +114,7 @@ class Model:
         params = children[0]
         # A transformation may put anything in place of the parameters.
         if static.model.params and isinstance(params, dict):
-            params = adapters.merged(params, static.model.params)
+            params = partition.merged(params, static.model.params)
         model = dataclasses.replace(static.model, params=params)
         object.__setattr__(model, "_static", static)
         return model
@@ -219,7 +219,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     if shape.left_out:
         params, frozen = whole_params(shape, params, frozen), left_out.without(frozen)
         shape = shape.with_all_features
-    params = adapters.merged(params, frozen)
+    params = partition.merged(params, frozen)
     if shape.shared_layers:
         params = {**params, "blocks": copied_blocks(params["blocks"], shape.num_layers)}
         shape = dataclasses.replace(shape, shared_layers=False)
@@ -227,7 +227,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         folder,
         variant,
         dataclasses.replace(shape.dropless(), precision=PRECISIONS[0]),
-        adapters.merged(params, layouts),
+        partition.merged(params, layouts),
         tokenizer,
         step,
         training,

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import importlib.util
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -52,7 +53,7 @@ def is_address(text: str) -> bool:
     return _SCHEME.fullmatch(text) is not None
 
 
-def refusal(text: str, legal: bool = True) -> str:
+def address_refusal(text: str, legal: bool = True) -> str:
     """Returns why a text is neither a path nor a legal address; "" where it is one of them.
 
     Nothing is imported or reached, so that a saved config can be read on any machine.
@@ -89,6 +90,21 @@ def refusal(text: str, legal: bool = True) -> str:
     if "://" in rest or "::" in text or {"", ".", ".."} & set(parts):
         return f"is not legal: one address without empty, . and .. parts, such as {LEGAL}."
     return ""
+
+
+def local_path(name: str, place: str | os.PathLike) -> Path:
+    """Returns the path on this machine that a place to write names, with the home folder for ~.
+
+    Args:
+      name: of the argument, for the message.
+
+    Raises:
+      UserError: it is an address, or a path that was made of one.
+    """
+    text = normal(os.fspath(place))
+    if reason := address_refusal(text, legal=False):
+        raise UserError(f"{name}={text[:80]} {reason}")
+    return Path(text).expanduser()
 
 
 def normal(text: str) -> str:
@@ -335,15 +351,9 @@ _ABSENT, _BUSY = (404, 410), (408, 425, 429)
 """Statuses of HTTP of an object that is not there, and of a store that asks to be asked again."""
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _status(error: BaseException) -> int | None:
     """Returns the status of HTTP that a store answered; None where the error names none."""
-    for each in _chain(error):
+    for each in storage.causes(error):
         response = getattr(each, "response", None)
         if isinstance(response, dict):  # Of botocore.
             return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -362,7 +372,7 @@ def _cause(error: BaseException) -> BaseException | None:
     Libraries raise FileNotFoundError for any failure of a question.
     """
     status = _status(error)
-    for each in _chain(error):
+    for each in storage.causes(error):
         if isinstance(each, FileNotFoundError):
             continue
         if status is None and isinstance(each, OSError | TimeoutError):
@@ -379,7 +389,7 @@ def _compare(file: Path, entry: Entry) -> None:
         raise OSError(f"it has {size:,} bytes, and {entry.size:,} in the listing")
     if entry.checksum:
         name, expected = entry.checksum
-        with file.open("rb") as content:
+        with storage.open_regular(file) as content:
             if hashlib.file_digest(content, name).hexdigest() != expected:
                 raise OSError(f"its {name} is not that of the listing")
 

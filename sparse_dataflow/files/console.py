@@ -14,6 +14,7 @@ EVERYDAY = {
     "generate": "generate",
     "evaluate": "evaluate",
     "export": "export",
+    "prune": "prune",
     "watch": "watch",
     "plan": "layout_search",
     "chip-report": "chip_report",

@@ -9,12 +9,13 @@ import contextlib
 import errno
 import functools
 import html
+import importlib
 import json
 import os
 import re
 import traceback
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "***"
@@ -44,28 +45,98 @@ _LOOKS_SECRET = re.compile(
 )
 _SHORTEST = 8  # Shorter values are no secrets; replacing them would remove ordinary words.
 
-_PASSWORD = re.compile(
-    # Up to the last @ of the address; a number up to a slash is a port. A password may have blanks.
-    r"(?<=://)[^/@\s:\[\]]*:(?!\d{1,5}(?:[/?#\s,;.)'\"]|$))(?:[^\s\"]*@|[^@\n]{0,80}?[^\s\"@]*@)"
-)
+_ADDRESS = re.compile(r"://[^/@\s:\[\]]*:(?!\d{1,5}(?:[/?#\s,;.)'\"]|$))")
+"""What comes before a password; a number up to a slash is a port."""
+_BREAK, _AT = re.compile(r"[\s\"]"), re.compile("@")
+_BLANKS = 80
+"""Characters of a password up to which it may have blanks."""
+
 _TOKEN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s:]{8,}(?=@)")
-_IN_QUERY = re.compile(
-    r"(?i)([?&;](?:[\w.-]*(?:token|key|secret|passw|pwd|signature|sig|credential|auth|jwt)[\w.-]*)=)"
-    r"[^&;#\s'\"]+"
-)
+_FIELD, _VALUE = re.compile(r"[?&;][\w.-]+="), re.compile(r"[^&;#\s'\"]+")
+_SECRET_FIELD = re.compile("token|key|secret|passw|pwd|signature|sig|credential|auth|jwt", re.I)
 _IN_HEADER = re.compile(r"(?i)\b((?:bearer|basic) +)[\w.~+/-]{8,}=*")
 
 
 def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Replaces the secrets in a text by `***`: all text that leaves the process passes here."""
+    """Replaces the secrets in a text by `***`, in time linear in its length.
+
+    All text that leaves the process passes here; what a program reads again does not, see
+    `refuse_secrets`.
+    """
     for value in _values(tuple(sorted(environment.items()))):
         text = text.replace(value, HIDDEN)
     if "://" in text:
-        text = _TOKEN_IN_ADDRESS.sub(HIDDEN, _PASSWORD.sub(f"{HIDDEN}@", text))
-    return _IN_HEADER.sub(rf"\1{HIDDEN}", _IN_QUERY.sub(rf"\1{HIDDEN}", text))
+        text = _TOKEN_IN_ADDRESS.sub(HIDDEN, _without_passwords(text))
+    return _IN_HEADER.sub(rf"\1{HIDDEN}", _without_fields(text))
 
 
-def redact_json(value: Any) -> Any:
+def _without_passwords(text: str) -> str:
+    """Hides names and passwords up to the last @ of each address."""
+    # Each of these looks at a character once, as positions only grow.
+    end, next_end, next_at = _forward(_BREAK, text), _forward(_BREAK, text), _forward(_AT, text)
+    pieces: list[str] = []
+    done, position, run_end, last = 0, 0, -1, -1
+    while address := _ADDRESS.search(text, position):
+        start, password = address.start() + 3, address.end()
+        position = start
+        if end(password) != run_end:
+            run_end, last = end(password), text.rfind("@", password, end(password))
+        at = last
+        if at < password:  # A password may have blanks.
+            at = next_at(password)
+            blanks = min(password + _BLANKS, at)
+            if at == len(text) or "\n" in text[password:blanks] or next_end(blanks) < at:
+                continue
+        pieces += text[done:start], f"{HIDDEN}@"
+        done = position = at + 1
+    return "".join(pieces) + text[done:]
+
+
+def _without_fields(text: str) -> str:
+    """Hides values of a query whose names say that they are secret."""
+    pieces: list[str] = []
+    done, position = 0, 0
+    while field := _FIELD.search(text, position):
+        position = field.end()
+        if _SECRET_FIELD.search(field[0]) and (value := _VALUE.match(text, position)):
+            pieces += text[done:position], HIDDEN
+            done = position = value.end()
+    return "".join(pieces) + text[done:]
+
+
+def _forward(pattern: re.Pattern, text: str) -> Callable[[int], int]:
+    """Returns a function of growing positions: the next place of a pattern, or the end."""
+    place = -1
+
+    def at_or_after(position: int) -> int:
+        nonlocal place
+        if place < position:
+            match = pattern.search(text, position)
+            place = match.start() if match else len(text)
+        return place
+
+    return at_or_after
+
+
+def shortened(text: str, most: int, tail: int = 0) -> str:
+    """Returns a text without secrets, cut to its first `most` and its last `tail` characters.
+
+    What is hidden is looked for in little more than what is shown.
+    """
+    if len(text) <= most + tail + 2 * _MARGIN:
+        text = redact(text)
+        if len(text) <= most + tail:
+            return text
+        return text[:most] + (f" ... {text[-tail:]}" if tail else "")
+    end = f" ... {redact(text[-tail - _MARGIN :])[-tail:]}" if tail else ""
+    return redact(text[: most + _MARGIN])[:most] + end
+
+
+_MARGIN = 2**16
+"""Characters beyond a cut, with the end of a secret that the cut would divide."""
+
+
+def redact_json(value: object) -> Any:
     """Applies `redact` to every string in a JSON value; field names stay."""
     if isinstance(value, str):
         return redact(value)
@@ -74,6 +145,41 @@ def redact_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [redact_json(each) for each in value]
     return value
+
+
+def refuse_secrets(value: object, name: str = "") -> None:
+    """Refuses a JSON value with a secret in it, which is to be stored and read again.
+
+    A path that exists, or could be made, is no secret.
+
+    Args:
+      name: of the value, such as "data.corpus", for the message.
+
+    Raises:
+      UserError: naming the field, and the variable with the secret.
+    """
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            refuse_secrets(each, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            refuse_secrets(each, name)
+    elif isinstance(value, str) and redact(value) != value and not _is_place(value):
+        holders = [n for n, each in os.environ.items() if redact(value, {n: each}) != value]
+        alone = redact(value, {}) != value
+        holds = "a password" if alone else f"the value of the variable {holders[0]}"
+        raise UserError(
+            f"{name} holds {holds}, which would be stored; give it in the environment or in a file "
+            f"of its program{'' if alone else ', or unset that variable if it is no secret'}."
+        )
+
+
+def _is_place(value):
+    try:
+        path = os.path.expanduser(value)
+        return os.path.exists(path) or ("/" in path and os.path.exists(os.path.dirname(path)))
+    except ValueError:
+        return False
 
 
 @functools.lru_cache(4)
@@ -137,7 +243,7 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        text = escaped(redact(super().__str__()))
+        text = escaped(shortened(super().__str__(), LONGEST // 2, LONGEST // 2))
         half = LONGEST // 2
         return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
 
@@ -212,7 +318,25 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's text, at most 300 characters; its type if empty."""
     if isinstance(error, SystemExit):
         return f"it ends Python with {error.code!r}"[:300]
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    text = str(error).strip()[: 2 * _MARGIN] or type(error).__name__
+    return shortened(text.splitlines()[0], 300)
+
+
+def needed_module(name: str, purpose: str) -> Any:
+    """Imports a module of an extra.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        from sparse_dataflow.files import extras
+
+        package = name.partition(".")[0]
+        raise UserError(
+            f"{purpose} needs the package {package}: {extras.installation(package)}."
+        ) from error
 
 
 def in_words(error: Exception) -> str:

@@ -9,8 +9,12 @@ MODULES = {
     "data": ("datasets", "google_crc32c", "huggingface_hub", "pyarrow"),
     "eval": ("lm_eval",),
     "quantized": ("qwix",),
+    "gguf": ("gguf",),
 }  # fmt: skip
 """Extra -> the modules that it installs and this package imports."""
+
+_OWN = ("", "sparse_dataflow", "experiments")
+"""Packages of this project: nobody installs them to mend an import."""
 
 
 def installation(module: str) -> str:
@@ -32,6 +36,6 @@ def missing(error: ImportError, purpose: str) -> str:
       purpose: what needs it, such as "sd.train".
     """
     package = (error.name or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package in ("", "sparse_dataflow"):
+    if not isinstance(error, ModuleNotFoundError) or package in _OWN:
         return ""
     return f"{purpose} needs the package {package}: {installation(package)}."

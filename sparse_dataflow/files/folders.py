@@ -79,7 +79,8 @@ def refuse_foreign(
         # A killed process may leave an unfinished mark, which has one more ending.
         others = [n for n in names_there if n != MARK and not n.startswith(f"{MARK}.")]
         if is_marked(folder, owner):
-            return [name for name in others if names is not None and name not in names]
+            legal = lambda name: names is None or storage.without_token(name) in names  # noqa: E731
+            return [name for name in others if not legal(name)]
         if os.path.lexists(folder / MARK):
             return others or [MARK]
         return [] if not others or accept(folder) else others
@@ -383,7 +384,7 @@ def this_process() -> dict[str, Any]:
         "host": platform.node(),
         "machine": machine(),
         "pid": os.getpid(),
-        "started": psutil.Process().create_time(),
+        "started": _started(os.getpid()),
         "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "count": 0,
         "id": uuid.uuid4().hex,
@@ -455,12 +456,22 @@ def _same_file(file: int, path: Path) -> bool:
 def is_alive(owner: dict[str, Any]) -> bool:
     """Returns whether the owner, of this machine, is another living process."""
     try:
-        process = psutil.Process(owner["pid"])
-        # Process ids are used again, so the start counts too. It is computed from the time of the
-        # boot, of which two readings may differ by a second.
-        return abs(process.create_time() - owner["started"]) < 2 and process.pid != os.getpid()
-    except (psutil.Error, LookupError, TypeError, ValueError, OverflowError):
+        # Process ids are used again, so the start counts too.
+        return owner["pid"] != os.getpid() and _started(owner["pid"]) == owner["started"]
+    except (psutil.Error, OSError, LookupError, TypeError, ValueError, OverflowError):
         return False
+
+
+def _started(pid: int) -> float:
+    """Returns when a process started: in ticks since the boot, which setting the clock does not
+    move, or where the system has no /proc, as psutil says."""
+    if not isinstance(pid, int):
+        raise TypeError("a process id is a whole number")
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except FileNotFoundError:
+        return psutil.Process(pid).create_time()
+    return int(status.rpartition(")")[2].split()[19])  # Field 22; the name may hold spaces.
 
 
 def machine() -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ MAX_BYTES = 64 * 2**20
 MAX_DEPTH = 100
 """Most lists and objects inside each other: what reads a value may then recurse on it."""
 
+MOST_CONTAINERS = 2**22
+"""Most lists and objects: two characters of text become 70 bytes of memory."""
+
 _CONTAINERS = (dict, list)
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
@@ -26,8 +28,8 @@ def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> Any:
     """Returns the value in a UTF-8 JSON file; retries transient storage errors.
 
     Raises:
-      OSError: the file is missing or cannot be read.
-      ValueError: not a regular file, larger than `max_bytes`, not UTF-8 or not JSON.
+      OSError: the file is missing, cannot be read, or is not a regular file.
+      ValueError: larger than `max_bytes`, not UTF-8 or not JSON.
     """
     return parse(read_bytes(path, max_bytes))
 
@@ -42,15 +44,19 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def _read(path: Path, size: int) -> bytes:
-    # Opening a named pipe would block until its other end opens.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"{path.name} is not a regular file")
-    with path.open("rb") as file:
+    with storage.open_regular(path) as file:
         return file.read(size)
 
 
 def parse(text: str | bytes) -> Any:
-    """Returns the value of a JSON text; raises ValueError if invalid or deeper than MAX_DEPTH."""
+    """Returns the value of a JSON text.
+
+    Raises:
+      ValueError: it is invalid, deeper than MAX_DEPTH, or may have more than MOST_CONTAINERS.
+    """
+    signs = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, signs)) > MOST_CONTAINERS:  # type: ignore[arg-type]
+        raise ValueError(f"it has more than {MOST_CONTAINERS:,} lists and objects")
     try:
         value = json.loads(text)
     except RecursionError:
@@ -73,7 +79,7 @@ def parse(text: str | bytes) -> Any:
 _ABSENT = object()
 
 
-def differences(saved: Any, expected: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
+def differences(saved: object, expected: object, key: str = "") -> Iterator[tuple[str, str, str]]:
     """Yields (dotted key, saved value, expected value) where two JSON values differ; 1 is 1.0."""
     if isinstance(saved, dict) and isinstance(expected, dict):
         for name in sorted(saved.keys() | expected.keys()):
@@ -90,7 +96,7 @@ def differences(saved: Any, expected: Any, key: str = "") -> Iterator[tuple[str,
         yield key or "the value", old, new
 
 
-def refuse_difference(path: Path, problem: str, saved: Any, expected: Any) -> None:
+def refuse_difference(path: Path, problem: str, saved: object, expected: object) -> None:
     """Refuses a checkpoint whose saved JSON value differs from the expected one.
 
     Args:

@@ -1,9 +1,13 @@
 """A small HTTP server that only this machine reaches."""
 
 import contextlib
+import io
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from sparse_dataflow.files.errors import UserError, first_line
@@ -18,9 +22,47 @@ Respond = Callable[[str, Mapping[str, str]], Answer | None]
 """(path, query) -> the answer, or None for a path that does not exist; UserError refuses."""
 
 
+SECONDS = 30.0
+"""Until a request must be there as a whole."""
+
+
+class _UntilDeadline(io.RawIOBase):
+    """What a connection receives before a deadline.
+
+    Attributes:
+      deadline: on the clock of `time.monotonic`.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self.deadline = connection, 0.0
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """Receives some bytes; TimeoutError after the deadline."""
+        # A timeout of each read alone would let a byte now and then keep the connection.
+        self._connection.settimeout(max(1e-3, self.deadline - time.monotonic()))
+        try:
+            return self._connection.recv_into(target)
+        finally:
+            self._connection.settimeout(SECONDS)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: "_Server"
-    timeout = 30
+    timeout = SECONDS
+
+    def setup(self):
+        super().setup()
+        self.rfile.close()
+        self._received = _UntilDeadline(self.connection)
+        self.rfile = io.BufferedReader(self._received)
+
+    def handle_one_request(self):
+        self._received.deadline = time.monotonic() + SECONDS
+        super().handle_one_request()
 
     def do_GET(self):
         self._answer("GET")

@@ -40,24 +40,43 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
       OSError: a file cannot be read or written.
       ValueError: the manifest would be larger than `MAX_BYTES`.
     """
-    body = {"facts": dict(facts), "files": {}}
-    for name, path in files(folder).items():
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            size = file.tell()
-            os.fsync(file.fileno())
-        body["files"][name] = {"size": size, "sha256": digest}
-    text = json.dumps(body | {"sha256": _digest(body)}, indent=1, allow_nan=False).encode()
-    if len(text) > MAX_BYTES:
-        raise ValueError(f"the manifest of {folder} would hold {len(text)} of {MAX_BYTES} bytes")
+    content = text(facts, flushed(files(folder)))
     unfinished = folder / f".{NAME}"
     with unfinished.open("wb") as file:
-        file.write(text)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, folder / NAME)
     for parent, _, _ in os.walk(folder):
         storage.flush_folder(Path(parent))
+
+
+def flushed(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Flushes files to disk; returns {name: {"size", "sha256"}}."""
+    entries = {}
+    for name, path in paths.items():
+        with storage.open_regular(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+            entries[name] = {"size": file.tell(), "sha256": digest}
+    return entries
+
+
+def text(facts: Mapping[str, object], entries: Mapping[str, object]) -> bytes:
+    """Returns the content of a manifest.
+
+    Args:
+      facts: JSON-able metadata.
+      entries: of `flushed`; more keys are kept.
+
+    Raises:
+      ValueError: it would be larger than `MAX_BYTES`.
+    """
+    body = {"facts": dict(facts), "files": dict(entries)}
+    content = json.dumps(body | {"sha256": _digest(body)}, indent=1, allow_nan=False).encode()
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"the manifest would hold {len(content)} of {MAX_BYTES} bytes")
+    return content
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -93,7 +112,7 @@ def verify(folder: Path) -> dict[str, Any]:
             size = paths[name].stat().st_size
             if size != entry["size"]:
                 raise Damaged(f"its file {name} has {size} bytes instead of {entry['size']}")
-            with paths[name].open("rb") as file:
+            with storage.open_regular(paths[name]) as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     raise Damaged(f"its file {name} has changed since it was written")
     return body["facts"]
@@ -149,7 +168,7 @@ def _checked(content: Any) -> dict[str, Any]:
     return body
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

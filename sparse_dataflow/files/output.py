@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparse_dataflow.files.errors import printable, redact
+from sparse_dataflow.files.errors import printable, redact, shortened
 
 PATIENCE_SECONDS = 1.0
 """Seconds that a flush waits for a reader, once until it reads again."""
@@ -197,7 +197,8 @@ class _Printer(logging.Handler):
             return
         try:
             warning = "warning: " if record.levelno >= logging.WARNING else ""
-            text = printable(redact(f"{warning}{record.getMessage()}"))
+            text = f"{warning}{record.getMessage()}"
+            text = printable(shortened(text, _LONGEST // 2, _LONGEST // 4))
             write_line(text)
         except (OSError, RuntimeError, ValueError):
             return

@@ -11,14 +11,15 @@ import os
 import random
 import re
 import resource
+import secrets
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
-from sparse_dataflow.files.errors import UserError, escaped, redact
+from sparse_dataflow.files.errors import UserError, escaped
 
 T = TypeVar("T")
 
@@ -49,13 +50,14 @@ _RETRIED = "It was attempted several times."
 def error_number(error: BaseException) -> int | None:
     """Returns the errno of an error or of its causes; None if there is none.
 
-    tensorstore names it in the text of its errors; array_record's RuntimeErrors hold its message.
+    tensorstore and libraries in Rust name it in the text of their errors; array_record's
+    RuntimeErrors hold its message.
     """
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno:
             return cause.errno
-        if match := re.search(r"os_error_code='(\d+)'", str(cause)):
-            return int(match[1])
+        if match := re.search(r"os_error_code='(\d+)'|\(os error (\d+)\)", str(cause)):
+            return int(match[1] or match[2])
         if isinstance(cause, RuntimeError):
             for message, number in _MESSAGES.items():
                 if message in str(cause):
@@ -68,7 +70,8 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, TimeoutError) or error_number(error) in TRANSIENT
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error, and each one that it was raised from."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -109,7 +112,7 @@ def retry(name: str, operation: Callable[[], T], sleep=time.sleep) -> T:
 
 
 def _was_retried(error):
-    return any(_RETRIED in getattr(cause, "__notes__", ()) for cause in _causes(error))
+    return any(_RETRIED in getattr(cause, "__notes__", ()) for cause in causes(error))
 
 
 def allow_open_files() -> None:
@@ -130,42 +133,74 @@ def allow_open_files() -> None:
         )
 
 
-def open_regular(path: str | os.PathLike, mode: str = "rb") -> IO[Any]:
+def open_regular(path: str | os.PathLike, mode: str = "rb") -> Any:
     """Opens a file that may be anything: a named pipe or a device is refused and never waited for.
 
     Raises:
       OSError: it cannot be opened, or is not a regular file.
     """
-    file = open(path, mode, opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK, 0o666))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    return open(path, mode, opener=regular_descriptor)
+
+
+def regular_descriptor(path: str | os.PathLike, flags: int) -> int:
+    """Returns the descriptor of a file that is opened as `open_regular` does."""
+    # Opening a named pipe would block until its other end opens.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return file
+    return descriptor
+
+
+def regular(path: Path) -> Path:
+    """Returns the path of a file that a library opens by its name; raises as `open_regular`."""
+    os.close(regular_descriptor(path, os.O_RDONLY))
+    return path
+
+
+@contextlib.contextmanager
+def writing(place: object, then: str = "") -> Iterator[None]:
+    """Turns what a block raises where `place` cannot be written, by any library, into a UserError.
+
+    Args:
+      place: names what is written.
+      then: a sentence about what is left, after a space.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        number = error_number(error)
+        if number is None and not isinstance(error, OSError):
+            raise
+        words = os.strerror(number) if number else str(error)
+        raise UserError(f"{place} cannot be written: {words}.{then}") from error
 
 
 def replace_text(path: str | os.PathLike, text: str) -> None:
-    """Replaces a text file for readers as `replace` does, with secrets redacted.
+    """Replaces a text file for readers as `replace` does.
+
+    Secrets are kept out of the text by its author: a file that is read again holds what it says.
 
     Raises:
       UserError: it cannot be written.
     """
-    try:
-        replace(path, redact(text).encode())
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+    with writing(path):
+        replace(path, text.encode())
 
 
 def replace(path: str | os.PathLike, content: bytes) -> None:
     """Replaces the file at `path` atomically: writes next to it, flushes and renames.
 
-    Retries transient errors.
+    Retries transient errors.  Of several writers at once, the last one's file stays.
 
     Raises:
       OSError: the file cannot be written; the old file stays, unless only its new name could not
         be flushed.
     """
     path = Path(path)
-    partial = path.with_name(f"{path.name}.new")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
     def write():
         with partial.open("wb") as file:
@@ -183,6 +218,15 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
         raise
 
 
+UNFINISHED = ".new"
+"""Ending of a file that `replace` has not renamed, as a killed process leaves it."""
+
+
+def without_token(name: str) -> str:
+    """Returns the name of an unfinished file without what tells writers apart: "a.json.new"."""
+    return re.sub(rf"\.[0-9a-f]{{8}}{re.escape(UNFINISHED)}$", UNFINISHED, name)
+
+
 def flush_folder(folder: Path) -> None:
     """Flushes the file names in `folder` to disk, as far as its file system can (fsync)."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -193,6 +237,15 @@ def flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """Flushes all files below a folder, and their names, to disk."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(parent, name), "rb") as file:
+                os.fsync(file.fileno())
+        flush_folder(Path(parent))
 
 
 def make_folder(folder: Path) -> None:

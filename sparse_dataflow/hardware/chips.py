@@ -22,11 +22,15 @@ bfloat16; none on v5e and v5p).
 | h100-96gb | pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e, 2.4 TB/s, limited to 500 W | as the H100 (same source) |
 | mi250x-gcd | AMD Instinct MI250X datasheet, one of its two GCDs (a GCD is a device to JAX): 383/2 bf16, 95.7/2 float32 matrix, 64 GB, 3.2768/2 TB/s; 191.5 as in arXiv 2312.12705 | OLCF Frontier user guide: 200 GB/s between the GCDs of a board, 50 to 100 between boards of a node (100 taken), 8 GCDs a node; 4 Slingshot-11 NICs of 25 GB/s a node; 36 GB/s to the host |
 | mi300x | AMD Instinct MI300X datasheet: 1,307.4 bf16, 653.7 TF32, 2,614.9 fp8 and int8, 192 GB, 5.3 TB/s | 7 Infinity Fabric links of 64 GB/s to the others of 8; one 400 Gb/s adapter a GPU (MI300X platform datasheet); PCIe 5 x16 |
+| b300 | NVIDIA HGX B300 data sheet, one GPU of eight: 36 PFLOP/s bf16, 18 TF32 and 72 fp8 with sparsity for eight, halved; its int8 is slower than bf16 and left out; 2.3 TB for eight, 8 TB/s | as the B200, but 800 Gb/s a GPU (ConnectX-8; the data sheet's 1.6 TB/s both ways for eight) |
+| gb300 | NVIDIA GB300 NVL72 page, one GPU of 72: 180 PFLOP/s bf16, 90 TF32 and 360 fp8 for 72; 20 TB and 576 TB/s for 72 | as the GB200, but 800 Gb/s a GPU (72 ConnectX-8) |
+| mi355x | AMD Instinct MI355X page: 2.5 PFLOP/s bf16 (2.4 GHz x 1,024 matrix cores), 157.3 TFLOP/s float32, as it has no TF32; 5 PFLOP/s fp8 and int8; 288 GB, 8 TB/s | 7 links of 153.6 GB/s both ways to the others of 8; one 400 Gb/s adapter a GPU assumed; PCIe 5 x16 |
 | rtx-4090 | NVIDIA Ada GPU architecture whitepaper: 165.2 bf16 with float32 sums, 82.6 TF32, 24 GB, 1,008 GB/s | no NVLink: PCIe 4 x16, to the host and to others; 25 Gb/s a GPU assumed between hosts |
 | tpu-v4 | Google Cloud TPU documentation, page "TPU v4": 275, 32 GiB, 1,200 GB/s a chip | arXiv 2304.01433: 3D torus, 6 links of 50 GB/s; data-centre network 200 Gb/s a host of 4 (recalled) |
 | tpu-v5e | page "TPU v5e": 197, 16 GB, 819 GB/s | same page: 2D torus, 400 GB/s both ways, 256 a pod; 2 x 100 Gb/s a host of 8 |
 | tpu-v5p | page "TPU v5p": 459, 95 GB, 2,765 GB/s | same page: 3D torus, 1,200 GB/s both ways, 6,144 in one job; 50 Gb/s a chip |
 | tpu-v6e | page "TPU v6e": 918, 32 GB, 1,638 GB/s | same page: 2D torus, 800 GB/s both ways, 256 a pod; 100 Gb/s a chip (recalled) |
+| tpu-7x-core | Google Cloud TPU documentation, page "TPU7x", one of the two devices of a chip: 2,307 bf16 and 4,614 fp8 a chip; 192 GiB, 7,380 GB/s a chip; no int8 rate is published | same page: 3D torus, 1,200 GB/s both ways a chip, 9,216 in a pod; 100 Gb/s a chip; the host's link as v6e's a chip (assumed) |
 
 Latencies of a hop are orders of magnitude, not data-sheet figures: 5 us over NVLink and xGMI, 1 us
 over ICI, 15 us between nodes.
@@ -203,9 +207,22 @@ UNFITTED: dict[str, Chip] = {
             "mi300x", "", 1307.4, 653.7, 192e9, 5300, 64, _switch(448, 50), fp8=2614.9, int8=2614.9
         ),
         _chip("rtx-4090", "", 165.2, 82.6, 24e9, 1008, 32, _switch(32, 3)),
+        _chip("b300", "blackwell", 2250, 1125, 288e9, 8000, 64, _switch(900, 100), fp8=4500),
+        _chip(
+            "gb300", "blackwell", 2500, 1250, 277e9, 8000, 450, _switch(900, 100, island=64),
+            fp8=5000,
+        ),
+        _chip(
+            "mi355x", "", 2516.6, 157.3, 288e9, 8000, 64, _switch(537.6, 50),
+            fp8=5033.2, int8=5033.2,
+        ),
+        _chip(
+            "tpu-7x-core", "tpu-v5p", 1153.5, 1153.5, 96 * GIB, 3690, 16,
+            _torus(18432, 100, 6.25, 3), fp8=2307,
+        ),
     )
-}
-"""Chips without published runs, whose times are predicted by the prior constants alone."""
+}  # fmt: skip
+"""Chips without published runs: their times have the constants of their family, or the prior."""
 
 KNOWN = CHIPS | UNFITTED
 
@@ -214,6 +231,7 @@ ALIASES = {
     "v5litepod": "tpu-v5e",
     "rtx4090": "rtx-4090",
     **{kind: f"tpu-{kind}" for kind in ("v4", "v5e", "v5p", "v6e")},
+    **dict.fromkeys(("tpu7x", "tpu-7x", "v7x", "ironwood"), "tpu-7x-core"),
 }
 """Another name of a chip -> its key in KNOWN; as vendors and clouds say it."""
 
@@ -273,6 +291,7 @@ def read(path: Path, flag: str = "--hardware") -> Chip:
     if family and family not in families:
         raise UserError(f"{path}: family {family!r} is unknown; legal: {', '.join(families)}.")
     rate = fields["bfloat16_tflops"] * TERA
+    # Of matrix units that have no rate for float32, half of bfloat16's is usual: TF32 on GPUs.
     peaks = {"bfloat16": rate, "float32": fields.get("float32_tflops", rate / 2 / TERA) * TERA}
     eight_bits = (dtype for dtype in ("fp8", "int8") if f"{dtype}_tflops" in fields)
     peaks |= {dtype: fields[f"{dtype}_tflops"] * TERA for dtype in eight_bits}

@@ -31,10 +31,12 @@ _DEVICE_KINDS = (
     (r"NVIDIA GeForce RTX 4090", "rtx-4090"),
     (r"AMD Instinct MI250X.*", "mi250x-gcd"),
     (r"AMD Instinct MI300X( OAM| VF)?", "mi300x"),
+    (r"AMD Instinct MI355X", "mi355x"),
     (r"TPU v4", "tpu-v4"),
     (r"TPU v5( lite|e)", "tpu-v5e"),
     (r"TPU v5p?", "tpu-v5p"),
     (r"TPU v6( lite|e)", "tpu-v6e"),
+    (r"TPU7x", "tpu-7x-core"),
 )
 
 

@@ -7,11 +7,13 @@ A config is written to config.json and read back. An architecture can represent 
 returns the same config, except that it may have more biases, which are zeros then.
 """
 
+import contextlib
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.activations import ACTIVATIONS
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
@@ -45,6 +47,7 @@ from sparse_dataflow.interchange.config_rules import (
     unsupported,
 )
 from sparse_dataflow.interchange.equivalent_forms import QKV, split_config, unit_gate_config
+from sparse_dataflow.interchange.llama_cpp.family import JOINED_GATE, JOINED_QKV, Family
 from sparse_dataflow.interchange.rotary_rule import Rotary, comparable
 
 
@@ -66,6 +69,8 @@ class Architecture:
       aliases: other names of fields of config.json that transformers reads.
       norm_offset: what the scale of a norm is above the tensor that stores it.
       outputs: names of the output layer, which have no prefix; the first is written.
+      gguf: the family of llama.cpp that has these models; None for none.
+      paired: see `Family`; of config.json's own tensors never.
     """
 
     class_name: str
@@ -79,6 +84,8 @@ class Architecture:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
     outputs: tuple[str, ...] = ("lm_head",)
+    gguf: Family | None = None
+    paired: bool = False
 
 
 AUTO = "auto"
@@ -184,6 +191,7 @@ def _llama_row(
     fields that the architecture fixes, and `mlp` names of tensors that Llama does not have. `more`
     are fields of `Architecture`.
     """
+    # Rules that all relatives of Llama share stand first, those of one architecture follow.
     return Architecture(
         class_name,
         (
@@ -210,6 +218,21 @@ def _llama_row(
     )
 
 
+_EXPERT_WIDTH = {"d_ff": "expert_feed_forward_length"}
+
+
+def _whole_width(layers):
+    """Returns the attention scalar of a Gemma by its fields: of the largest model, which has so
+    many layers, the width divided by its heads, as llama.cpp has it; else the width of a head."""
+
+    def scalar(fields):
+        if fields["num_hidden_layers"] == layers:
+            return fields["hidden_size"] // fields["num_attention_heads"]
+        return fields["head_dim"]
+
+    return scalar
+
+
 def _gemma_row(class_name, *rules, **options):
     """Returns the row of a Gemma from the second on: norms around attention and the MLP."""
     return _llama_row(
@@ -229,6 +252,12 @@ def _gemma_row(class_name, *rules, **options):
     )
 
 
+def _four_widths(fields):
+    """Returns the d_ff of a GPT-2 without `n_inner`; 4 for an illegal width, which is refused."""
+    width = fields.get("n_embd")
+    return 4 * width if isinstance(width, int) else 4
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt2": Architecture(
         "GPT2LMHeadModel",
@@ -236,7 +265,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             Same("n_layer", "num_layers"),
             Same("n_embd", "d_model"),
             Same("n_head", "num_heads"),
-            Same("n_inner", "d_ff", lambda fields: 4 * fields["n_embd"]),
+            Same("n_inner", "d_ff", _four_widths),
             Same("vocab_size", "vocab_size"),
             Same("n_positions", "max_len"),
             Same("layer_norm_epsilon", "norm_epsilon", 1e-5),
@@ -269,6 +298,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
+        gguf=Family("gpt2", JOINED_QKV),
     ),
     "opt": Architecture(
         "OPTForCausalLM",
@@ -307,8 +337,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _llama_row(
         "LlamaForCausalLM",
         Biases(switches={"attention_bias": _ATTENTION, "mlp_bias": _GATED_MLP}),
+        gguf=Family("llama", paired=True),
     ),
-    "mistral": _llama_row("MistralForCausalLM", Biases(), Window(4096), kv_heads=8),
+    "mistral": _llama_row(
+        "MistralForCausalLM", Biases(), Window(4096), kv_heads=8, gguf=Family("llama", paired=True)
+    ),
     "mixtral": _llama_row(
         "MixtralForCausalLM",
         Biases(),
@@ -319,9 +352,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         rotary=Rotary(1e6),
         mlp=_expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
         aliases={"num_experts": "num_local_experts"},
+        gguf=Family("llama", paired=True),
     ),
     "qwen2": _llama_row(
-        "Qwen2ForCausalLM", Biases(QKV), Window(4096, switched=True, counted=True), kv_heads=32
+        "Qwen2ForCausalLM",
+        Biases(QKV),
+        Window(4096, switched=True, counted=True),
+        kv_heads=32,
+        gguf=Family("qwen2"),
     ),
     "qwen3": _llama_row(
         "Qwen3ForCausalLM",
@@ -330,6 +368,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Window(4096, switched=True, counted=True),
         kv_heads=32,
         head_dim=128,
+        gguf=Family("qwen3"),
     ),
     "qwen3_moe": _llama_row(
         "Qwen3MoeForCausalLM",
@@ -344,6 +383,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         mlp=_expert_tensors("mlp", "gate_proj", "up_proj", "down_proj"),
         # transformers 5 writes num_local_experts; both generations read num_experts.
         aliases={"num_local_experts": "num_experts"},
+        gguf=Family("qwen3moe", fixed={"norm_topk_prob": True}, keys=_EXPERT_WIDTH),
     ),
     "qwen2_moe": _llama_row(
         "Qwen2MoeForCausalLM",
@@ -364,12 +404,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "blocks.experts.shared.mlp_out": "layers.{}.mlp.shared_expert.down_proj",
         },
         aliases={"num_local_experts": "num_experts"},
+        gguf=Family("qwen2moe", fixed={"norm_topk_prob": False}, keys=_EXPERT_WIDTH),
     ),
     "gemma2": _gemma_row(
         "Gemma2ForCausalLM",
         Window(4096, period=2),
         Same("attn_logit_softcapping", "attention_cap", 50.0, null=0.0, zero=None),
         Same("final_logit_softcapping", "logit_cap", 30.0, null=0.0, zero=None),
+        gguf=Family("gemma2", fixed={"query_pre_attn_scalar": _whole_width(46)}, windows=True),
     ),
     "gemma3_text": _gemma_row(
         "Gemma3ForCausalLM",
@@ -378,6 +420,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Same("final_logit_softcapping", "logit_cap", 0.0, null=0.0, zero=None),
         Only("attn_logit_softcapping", None),
         rotary=Rotary(1e6, local=1e4),
+        gguf=Family("gemma3", fixed={"query_pre_attn_scalar": _whole_width(62)}, windows=True),
     ),
     "phi3": _llama_row(
         "Phi3ForCausalLM",
@@ -392,6 +435,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ),
         mlp=_PHI,
         extra={"pad_token_id": None},  # Its default is 32,000, whatever the vocabulary is.
+        gguf=Family("phi3", JOINED_QKV | JOINED_GATE, windowed=True),
     ),
     "gemma": _llama_row(
         "GemmaForCausalLM",
@@ -404,6 +448,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         activation=("hidden_act", "gelu_pytorch_tanh", "hidden_activation"),
         activations=_GEMMA_ACTIVATIONS,
         norm_offset=1.0,
+        gguf=Family("gemma"),
     ),
     "olmo2": _llama_row(
         "Olmo2ForCausalLM",
@@ -416,6 +461,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "blocks.norm1_out": "layers.{}.post_attention_layernorm",
             "blocks.norm2_out": "layers.{}.post_feedforward_layernorm",
         },
+        gguf=Family("olmo2"),
     ),
     "granite": _llama_row(
         "GraniteForCausalLM",
@@ -424,6 +470,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Same("residual_multiplier", "residual_scale", 1.0),
         Same("logits_scaling", "logit_divisor", 1.0),
         AttentionMultiplier("attention_multiplier"),
+        gguf=Family("granite", paired=True),
     ),
     "smollm3": _llama_row(
         "SmolLM3ForCausalLM",
@@ -434,6 +481,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         rotary=Rotary(2e6),
         tied=True,
         extra={"pad_token_id": None},  # Its default is 128,004, whatever the vocabulary is.
+        gguf=Family("smollm3", paired=True),
     ),
     "starcoder2": _llama_row(
         "Starcoder2ForCausalLM",
@@ -447,6 +495,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         tied=True,
         activation=("hidden_act", "gelu_pytorch_tanh"),
         extra={"residual_dropout": 0.0, "embedding_dropout": 0.0},
+        gguf=Family("starcoder2"),
     ),
     "stablelm": _llama_row(
         "StableLmForCausalLM",
@@ -465,6 +514,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "blocks.k_norms": "layers.{}.self_attn.k_layernorm.norms.{}",
         },
         extra={"hidden_dropout": 0.0},
+        gguf=Family("stablelm"),
     ),
     "phi": _llama_row(
         "PhiForCausalLM",
@@ -485,6 +535,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         activation=("hidden_act", "gelu_new"),
         extra={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        gguf=Family("phi2"),
     ),
     "gpt_neox": Architecture(
         "GPTNeoXForCausalLM",
@@ -521,6 +572,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         extra={"attention_dropout": 0.0, "hidden_dropout": 0.0},
         ignored=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
         outputs=("embed_out", "lm_head"),
+        gguf=Family("gptneox", JOINED_QKV),
     ),
     "gpt_neo": Architecture(
         "GPTNeoForCausalLM",
@@ -602,18 +654,42 @@ def read_config(fields: Mapping[str, object]) -> ModelConfig:
         fields = without_aliases(architecture, fields)
     except UserError as error:
         problems.append(str(error))
-    for rule in (*UNSUPPORTED, *architecture.rules):
-        try:
-            ours |= rule.read(fields)
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
+    rules = (*UNSUPPORTED, *architecture.rules)
+    # Others count to sizes, such as the number of layers.
+    sizes = [rule for rule in rules if isinstance(rule, Same)]
+    for size in sizes:
+        with _collected(problems):
+            ours |= size.read(fields)
+    illegal = list(filter(None, (_illegal(size, ours) for size in sizes)))
+    for rule in rules:
+        if not isinstance(rule, Same) and not illegal:
+            with _collected(problems):
+                ours |= rule.read(fields)
+    if problems := illegal or problems:
         raise UserError(f"config.json has {'; '.join(problems)}.")
     if ours.get("fused_qkv", True):
         ours["biases"] = tuple(dict.fromkeys("qkv" if n in QKV else n for n in ours["biases"]))
     if not ours.get("window"):
         ours.pop("rotary_local_base", None)
     return _comparable(ModelConfig(**ours))
+
+
+def _illegal(rule: Same, ours: Mapping[str, object]) -> str:
+    """Returns the words for a size that no model has; "" for a legal one."""
+    size = next((s for s in settings.settings(ModelConfig) if s.name == rule.ours), None)
+    value = ours.get(rule.ours)
+    if size is None or size.type is not int or value is None:
+        return ""
+    reason = size.value_refusal(value)
+    return f"{rule.theirs}={settings.shown(value)}, which {reason.rstrip('.')}" if reason else ""
+
+
+@contextlib.contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
 
 
 def without_aliases(architecture: Architecture, fields: Mapping[str, object]) -> dict[str, Any]:
@@ -684,7 +760,7 @@ def choose(model: ModelConfig) -> str:
     """Returns the first architecture that represents a dense model exactly, or else at all.
 
     Raises:
-      UserError: none does; names why.
+      UserError: none does; names what the nearest one lacks.
     """
     inexact, problems = [], []
     for name in ARCHITECTURES:
@@ -696,11 +772,17 @@ def choose(model: ModelConfig) -> str:
             problems.append(str(error))
     if not inexact:
         legal = "the run folder" if model.experts else "the sparse form"
+        nearest = min(problems, key=_distance)
         raise UserError(
-            f"No architecture of transformers represents this model. {' '.join(problems)} Legal: "
-            f"{legal}."
+            f"No architecture of transformers represents this model; the nearest one: {nearest} "
+            f"Legal: {legal}."
         )
     return inexact[0]
+
+
+def _distance(problem: str) -> tuple[bool, bool, int]:
+    """Orders refusals: one that lacks experts is farther from a mixture than another mixture."""
+    return " has no " not in problem, "experts=" in problem, problem.count("; ")
 
 
 def _comparable(model):

@@ -9,6 +9,7 @@ A rule is data of one row of `architectures.ARCHITECTURES`. It has two methods:
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -220,10 +221,12 @@ class LocalLayers(FieldRule):
         layers, legal = fields.get("num_layers") or 0, '[[["global", "local"], 12]]'
         types = _value(fields, "attention_types", [[["global", "local"], 12]])
         try:
-            kinds = [kind for names, times in types for kind in list(names) * times]
+            count = sum(len(names) * max(0, operator.index(times)) for names, times in types)
+            fits = count == layers
+            kinds = [kind for names, times in types for kind in list(names) * times] if fits else []
         except (TypeError, ValueError):
             raise unsupported("attention_types", types, f"lists as {legal}") from None
-        if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
+        if not fits or not set(kinds) <= {"global", "local"}:
             raise unsupported("attention_types", types, f"{layers} of global, local, as {legal}")
         listed = fields.get("attention_layers")
         if listed is not None and listed != kinds:

@@ -12,7 +12,7 @@ from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights.dense import Dense
-from sparse_dataflow.core.weights.kind import LAYOUT, stored_form, with_term
+from sparse_dataflow.core.weights.kind import LAYOUT, with_term
 
 QKV = ("q", "k", "v")
 
@@ -59,8 +59,7 @@ def dense_module(model: ModelConfig, name: str, module: dict) -> dict:
       module: its parameters with its layout, of one layer, in numpy.
     """
     spec = model.linear(name)
-    form = stored_form(module)
-    assert form is not None
+    form = spec.weight.form(module)
     kernel = np.asarray(form.from_arrays(module, PRECISIONS[0]).dense())
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from sparse_dataflow.data import cache, tokenizer_library
 from sparse_dataflow.data import tokenizer as plain
-from sparse_dataflow.data import tokenizer_library
-from sparse_dataflow.data.cache import exclusive, resolved
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.data.tokenizer_library import BYTE_TOKEN
 from sparse_dataflow.files import json_files
@@ -30,7 +29,7 @@ from sparse_dataflow.interchange import special_tokens, tokenizer_files
 from sparse_dataflow.interchange.sparse_form import CONFIG
 
 TRAINING_VERSION = 1
-"""Part of the file name of a cached tokenizer: raise it when training changes."""
+"""Raise it when training changes."""
 
 OF_OLD_VOCABULARY = ("vocab.json", "merges.txt", "tokenizer.model")
 """Files with the old tokens alone, which an export of more tokens leaves out."""
@@ -71,17 +70,20 @@ def learned(base: Tokenizer, corpus: Corpus, count: int, cache_dir: Path) -> Tok
       UserError: the texts give no token, or the cache cannot be written.
     """
     source = corpus.mixture[0][1] if corpus.mixture else corpus
-    hashes = f"{base.content_hash[:16]}-{source.content_hash[:16]}"
-    key = f"more{TRAINING_VERSION}-{count}-{hashes}"
-    path = resolved(cache_dir) / "tokenizers" / f"{key}.json"
-    with exclusive(resolved(cache_dir), key):
-        try:
-            cached = Tokenizer.load(path)
-        except UserError:
-            name = escaped(source.name)
-            _LOG.info("learning %d more tokens from the corpus %s", count, name)
-            cached = extended(base, plain.training_texts(source), count)
-            cached.save(path)
+
+    def learn(path):
+        name = escaped(source.name)
+        _LOG.info("learning %d more tokens from the corpus %s", count, name)
+        extended(base, plain.training_texts(source), count).save(path)
+
+    origin = {
+        "code": [TRAINING_VERSION, COVERAGE],
+        "count": count,
+        "base": base.content_hash,
+        "texts": plain.texts_read(source),
+    }
+    path = cache.derive(cache_dir, "tokenizers", "more", origin, learn, ".json").path
+    cached = Tokenizer.load(path)
     # The cache knows no files of the model, by which its key does not differ.
     files = tuple((n, c) for n, c in base.identity.files if n not in OF_OLD_VOCABULARY)
     identity = dataclasses.replace(cached.identity, files=files)

@@ -21,13 +21,13 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS, ROW_PARALLEL
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.identity import as_identity
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import LEAVES, ROUTER, TERMS, is_table
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
-from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider
+from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider, wider_config
 
 
 def grown(
@@ -46,10 +46,10 @@ def grown(
     Raises:
       UserError: the new model cannot begin with this function; names legal values.
     """
-    refuse_other_shapes(old, new)
+    _ = grown_config(old, new)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     spread = 0.0
-    if any(getattr(old, name) != getattr(new, name) for name in WIDTHS):
+    if _widens(old, new):
         old, weights = wider(old, weights, new, rng)
         spread = SPREAD
     if new.num_layers > old.num_layers:
@@ -57,6 +57,24 @@ def grown(
     if new.experts and not old.experts:
         old, weights = _with_experts(old, weights, new, key)
     return old, weights
+
+
+def grown_config(old: ModelConfig, new: ModelConfig) -> ModelConfig:
+    """Returns the config that `grown` returns, without the weights.
+
+    Raises:
+      UserError: as `grown`, but for layouts of the same density that experts would not have.
+    """
+    refuse_other_shapes(old, new)
+    if _widens(old, new):
+        old = wider_config(old, new)
+    if new.num_layers > old.num_layers:
+        old = _deeper_config(old, new.num_layers)
+    return _experts_config(old, new) if new.experts and not old.experts else old
+
+
+def _widens(old, new):
+    return any(getattr(old, name) != getattr(new, name) for name in WIDTHS)
 
 
 def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
@@ -68,6 +86,8 @@ def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
         before, after = getattr(old, name), getattr(new, name)
         setting = "model.num_kv_heads" if name == "kv_heads" else f"model.{name}"
         words = f"{setting} is {before} in the initial weights and {after} in this run"
+        # Norms read the mean and variance over the width.  They stay only if all features are
+        # repeated equally often.
         if name == "d_model" and after % before:
             legal = f"multiples of {before}, which keep the mean and variance that norms see"
             problems.append(f"{words} (legal: {legal})")
@@ -80,6 +100,8 @@ def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
             f"the width of a head is {width} in the initial weights and {new.head_width} in this "
             f"run (legal: model.head_dim={width}{heads})"
         )
+    # Heads are repeated within their group of key/value heads, so a wider model may lack some
+    # although it has more of them.
     if not problems and len(np.unique(head_sources(old, new)[0])) < old.num_heads:
         problems.append(
             f"model.num_heads={new.num_heads} with model.num_kv_heads={new.kv_heads} has no copy "
@@ -109,6 +131,7 @@ def refuse_other_shapes(old: ModelConfig, new: ModelConfig) -> None:
 
 def layer_sources(before: int, after: int) -> np.ndarray:
     """Returns the old layer of each new one, int [after]; copies follow their source evenly."""
+    # Old layer i begins at i * after // before; a new layer has the last one that began.
     return np.searchsorted(np.arange(before) * after // before, np.arange(after), "right") - 1
 
 
@@ -119,10 +142,14 @@ def by_layer(multipliers: Sequence[float], num_layers: int) -> tuple[float, ...]
     return tuple(multipliers[i] for i in layer_sources(len(multipliers), num_layers))
 
 
+def _deeper_config(old, num_layers):
+    by_depth = by_layer(old.density_by_depth, num_layers)
+    return dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
+
+
 def _deeper(old, weights, num_layers, spread, rng):
     """Inserts blocks that add nothing to the residual stream."""
-    by_depth = by_layer(old.density_by_depth, num_layers)
-    config = dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
+    config = _deeper_config(old, num_layers)
     params = weights.merged
     trees = list(stacks.layers(params["blocks"]))
     sources = layer_sources(old.num_layers, num_layers)
@@ -155,8 +182,7 @@ def _varied(tree, spread, rng):
     return result
 
 
-def _with_experts(old, weights, new, key):
-    """Puts the MLP in every expert, over the number of experts whose outputs are summed."""
+def _experts_config(old, new):
     if new.top_k == 1:
         raise UserError(
             "model.top_k=1 multiplies the output of an expert by its router probability, so "
@@ -168,14 +194,34 @@ def _with_experts(old, weights, new, key):
             "Experts that begin as the MLP of the initial weights would have another function; "
             "legal: model.raw_gates=no, model.shared_gate=no and model.shared_expert of 0 or 1."
         )
-    layouts = stacks.layouts_of(old, weights.merged)
-    names = [name for name in old.projections if name in MLP]
-    stored = [name for name in names if new.linear(name).weight.stores_blocks]
-    for name in stored:
-        _refuse_other_layouts(old, new, name, layouts)
-    linears = {name: spec for name, spec in old.linears if name not in names or name in stored}
+    for name in _stored_in_experts(old, new):
+        before, after = old.linear(name), new.linear(name)
+        same = (before.block, before.hadamard, before.rank) == (after.block, after.hadamard, 0)
+        if not before.weight.stores_blocks or not same or before.density != after.density:
+            _refuse_other_layouts(new, name)
+    linears = {
+        name: spec
+        for name, spec in old.linears
+        if name not in MLP or name in _stored_in_experts(old, new)
+    }
     fields = {name: getattr(new, name) for name in MIXTURE}
-    config = dataclasses.replace(old, **fields, linears=linears)
+    return dataclasses.replace(old, **fields, linears=linears)
+
+
+def _stored_in_experts(old, new):
+    names = (name for name in old.projections if name in MLP)
+    return [name for name in names if new.linear(name).weight.stores_blocks]
+
+
+def _with_experts(old, weights, new, key):
+    """Puts the MLP in every expert, over the number of experts whose outputs are summed."""
+    config, layouts = _experts_config(old, new), stacks.layouts_of(old, weights.merged)
+    names = [name for name in old.projections if name in MLP]
+    stored = _stored_in_experts(old, new)
+    for name in stored:
+        mask = expert_layout(new, name).mask
+        if any(not np.array_equal(layout.mask, mask) for layout in layouts[name]):
+            _refuse_other_layouts(new, name)
     share = np.float32(1 / (new.prototypes + new.shared_expert))
     routers = _drawn_routers(config, key)
     layers, params = [], weights.merged
@@ -195,21 +241,13 @@ def _with_experts(old, weights, new, key):
     return config, ModelWeights({**params, "blocks": blocks})
 
 
-def _refuse_other_layouts(old, new, name, layouts):
-    """Raises UserError unless the MLP has the blocks that the experts of `new` have."""
-    before, after = old.linear(name), new.linear(name)
-    mask = expert_layout(new, name).mask
-    if (
-        name not in layouts
-        or (before.block, before.hadamard, before.rank) != (after.block, after.hadamard, 0)
-        or any(not np.array_equal(layout.mask, mask) for layout in layouts[name])
-    ):
-        raise UserError(
-            f"{name} of the experts is block-sparse at density {after.density:g} in this run, and "
-            "the MLP of the initial weights does not have these blocks; legal: dense experts, by "
-            "sparsity.projections of attention alone or sparse-dataflow gpt13b_dense, or initial "
-            "weights with the layouts of this run."
-        )
+def _refuse_other_layouts(new, name):
+    raise UserError(
+        f"{name} of the experts is block-sparse at density {new.linear(name).density:g} in this "
+        "run, and the MLP of the initial weights does not have these blocks; legal: dense experts, "
+        "by sparsity.projections of attention alone or sparse-dataflow gpt13b_dense, or initial "
+        "weights with the layouts of this run."
+    )
 
 
 def _drawn_routers(config, key):

@@ -16,10 +16,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparse_dataflow.data.local_files import needed_module
+from sparse_dataflow.data.packed_files import needed_module
 from sparse_dataflow.files import addresses, folders, json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import huggingface, tensors
+from sparse_dataflow.interchange.llama_cpp import directory as gguf_directory
+from sparse_dataflow.interchange.llama_cpp.gguf_file import SUFFIX
 
 PREFIX = "hf:"
 """Begins the name of a model on the hub: hf:OWNER/NAME or hf:NAME, with @REVISION after either."""
@@ -118,7 +120,7 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     if not files:
         weights = _weights(folder)
         _refuse_missing(name, sizes, weights)
-        huggingface.describe(folder)
+        huggingface.describe(folder, sum(sizes[file] for file in weights))
         folder = _download(hub, name, facts.sha, {file: sizes[file] for file in weights}, digests)
     return folder
 
@@ -129,7 +131,8 @@ def pinned(name: HubName, folder: Path) -> str:
 
 
 def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
-    """Returns the folder that a path is; that of a name on the hub is `fetched`.
+    """Returns the folder that a path is; that of a name on the hub is `fetched`, and a GGUF file
+    has one in the cache.
 
     Raises:
       UserError: the path is empty, the folder has links that lead out of it, or see `fetched`.
@@ -144,12 +147,32 @@ def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
         folder = fetched(name, files)
     else:
         folder = Path(place).expanduser()
+        if file := gguf_file(folder):
+            return gguf_directory.folder_of(file)
         if folder.is_file():
             words = tensors.other_format([folder.name]) or "legal: the folder that it is in."
             raise UserError(f"{place} is a file; {words}")
     if folder.is_dir():
         folders.refuse_outside_links(folder)
     return folder
+
+
+def gguf_file(place: Path) -> Path | None:
+    """Returns the GGUF file that a path names, or that its folder has instead of a model of
+    transformers; None without one.
+
+    Raises:
+      UserError: the folder has several.
+    """
+    if place.is_file():
+        return place if place.suffix == SUFFIX else None
+    if not place.is_dir() or (place / huggingface.CONFIG).exists():
+        return None
+    files = sorted(place.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:5])
+        raise UserError(f"{place} has several GGUF files; name one of them: {names}.")
+    return files[0] if files else None
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
@@ -212,7 +235,7 @@ def _download(hub, name, commit, sizes, digests) -> Path:
                         "the hub; delete it, so that it is fetched anew."
                     )
                 if file not in held and digests[file]:
-                    with open(path, "rb") as content:
+                    with storage.open_regular(path) as content:
                         digest = hashlib.file_digest(content, "sha256").hexdigest()
                     if digest != digests[file]:
                         os.remove(os.path.realpath(path))
@@ -239,11 +262,16 @@ def _remember(root, name, commit):
     if _COMMIT.fullmatch(revision):
         return
     path = _repository(root, name) / "refs" / revision
-    if not path.exists() or path.read_text() != commit:
+    if _commit(path) != commit:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(commit)
         partial.replace(path)
+
+
+def _commit(path: Path) -> str:
+    """Returns the commit that a file of the library's cache names; "" for none."""
+    return json_files.read_bytes(path, 1000).decode().strip() if path.exists() else ""
 
 
 def _cached(hub, name, files) -> Path | None:
@@ -253,7 +281,7 @@ def _cached(hub, name, files) -> Path | None:
     try:
         commit = revision
         if not _COMMIT.fullmatch(revision):
-            commit = (root / "refs" / revision).read_text().strip()
+            commit = _commit(root / "refs" / revision)
         folder = root / "snapshots" / commit
         cached = {path.name for path in folder.iterdir() if path.is_file()}
         if files:

@@ -26,7 +26,8 @@ from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.addresses import local_path
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import (
     architectures,
@@ -37,7 +38,7 @@ from sparse_dataflow.interchange import (
     tensors,
     tokenizer_files,
 )
-from sparse_dataflow.interchange.architectures import AUTO
+from sparse_dataflow.interchange.architectures import AUTO, Architecture
 from sparse_dataflow.interchange.equivalent_forms import (
     dense_form,
     split_config,
@@ -45,7 +46,9 @@ from sparse_dataflow.interchange.equivalent_forms import (
     with_unit_gate,
     with_zero_biases,
 )
+from sparse_dataflow.interchange.llama_cpp import gguf_form, metadata
 from sparse_dataflow.interchange.serving import program_form
+from sparse_dataflow.interchange.serving.text_rule import text_rule
 from sparse_dataflow.interchange.sparse_form import CONFIG, MODEL_TYPE, SOURCE
 from sparse_dataflow.interchange.tensors import DTYPES
 
@@ -55,6 +58,12 @@ _ENDS = ("bos_token_id", "eos_token_id")
 FORMS = ("dense", "sparse", "program")
 READABLE = FORMS[:2]
 """Those of which a model can be loaded again; the other is there to be run."""
+
+GGUF = "gguf"
+"""Form of an export that is a file of llama.cpp in a folder."""
+
+DENSE_FORMS = ("dense", GGUF)
+"""Those whose weights are dense, of a family that others know."""
 SMALL = (".json", ".txt", ".jinja", ".model")
 """How the names of the files of a directory end that are not weights."""
 
@@ -117,10 +126,13 @@ class Described(NamedTuple):
     order: np.ndarray
 
 
-def describe(folder: Path) -> Described:
+def describe(folder: Path, stored: int = 0) -> Described:
     """Reads everything but the weights of a Hugging Face directory.
 
     All that can be refused without weights is refused here, so that none are fetched in vain.
+
+    Args:
+      stored: bytes of the weights; 0 for those that are there.
 
     Raises:
       UserError: see `read`.
@@ -128,11 +140,11 @@ def describe(folder: Path) -> Described:
     files = (path for path in sorted(folder.glob("*")) if path.suffix in SMALL and path.is_file())
     facts = ((path.name, path.stat()) for path in files)
     state = tuple((name, status.st_size, status.st_mtime_ns) for name, status in facts)
-    return _described(folder, state)
+    return _described(folder, state, stored or tensors.stored_bytes(folder))
 
 
 @functools.lru_cache(maxsize=1)
-def _described(folder, state):
+def _described(folder, state, stored):
     """Returns `describe` of a folder whose files are in a state. A model on the hub is described
     before its weights are fetched, and again when they are read."""
     fields = _read_config(folder)
@@ -142,6 +154,7 @@ def _described(folder, state):
         tokenizer_fields = {**tokenizer_fields, "vocab_size": model.vocab_size}
     else:
         model, tokenizer_fields = _read_model(folder, fields), fields
+    tensors.refuse_larger(folder, model, stored)
     return Described(fields, model, *tokenizer_files.read(folder, tokenizer_fields))
 
 
@@ -165,15 +178,19 @@ class Opened:
     order: np.ndarray
     files: tensors.Tensors
 
+    @property
+    def row(self) -> Architecture:
+        """How its tensors are named."""
+        return _stored_row(self.fields, self.files)
+
     def ends(self) -> dict:
         """Reads the parameters that are of no layer: "embed" and "head"."""
-        params = tensor_names.read_ends(architectures.row(self.fields), self.model, self.files)
+        params = tensor_names.read_ends(self.row, self.model, self.files)
         return reordered(params, self.order)
 
     def layer(self, number: int) -> dict:
         """Reads the parameters of a layer, in numpy float32."""
-        row = architectures.row(self.fields)
-        return tensor_names.read_layer(row, self.model, self.files, number)
+        return tensor_names.read_layer(self.row, self.model, self.files, number)
 
     def digest(self) -> str:
         """Returns the sha256 (hex) of the weights."""
@@ -191,7 +208,7 @@ def open_dense(folder: str | Path) -> Opened:
     _described.cache_clear()
     files = tensors.Tensors(folder)
     model = _with_own_output(folder, fields, model, files)
-    tensor_names.refuse_others(architectures.row(fields), model, files)
+    tensor_names.refuse_others(_stored_row(fields, files), model, files)
     plain = _fields_without_source(fields["model_type"], model, fields.get("torch_dtype"))
     _say_unread(folder, fields, model)
     if fields != plain:
@@ -209,8 +226,7 @@ def read(folder: str | Path) -> Imported:
     folder = Path(folder).expanduser()
     if not has_own_form(folder):
         opened = open_dense(folder)
-        row = architectures.row(opened.fields)
-        params = tensor_names.read(row, opened.model, opened.files)
+        params = tensor_names.read(opened.row, opened.model, opened.files)
         model, tokenizer, order = opened.model, opened.tokenizer, opened.order
         architecture = opened.fields["model_type"]
     else:
@@ -224,9 +240,15 @@ def read(folder: str | Path) -> Imported:
     return Imported(model, params, tokenizer, tensors.digest(folder), architecture)
 
 
+def _stored_row(fields, files):
+    """Returns the row that names the tensors of a directory."""
+    row = architectures.row(fields)
+    return metadata.stored_row(row, files.names) if files.gguf else row
+
+
 def _with_own_output(folder, fields, model, files):
     """Returns the model with an output layer of its own, if a tied config has another one."""
-    row, shape = architectures.row(fields), (model.vocab_size, model.d_model)
+    row, shape = _stored_row(fields, files), (model.vocab_size, model.d_model)
     name = tensor_names.output_name(row, files)
     if not model.tied_embeddings or name not in files.names:
         return model
@@ -253,6 +275,7 @@ def _say_unread(folder, fields, model):
         values = ", ".join(f"{name}={fields[name]!r}"[:60] for name in names)
         _LOG.warning("%s: %s has fields that change nothing here: %s", folder, CONFIG, values)
     read = {CONFIG, CARD, tokenizer_files.FILE, *special_tokens.FILES, *tensors.file_names(folder)}
+    read |= {tensors.POINTER}
     others = sorted(path.name for path in folder.iterdir() if path.name not in read)
     others = [name for name in others if not name.startswith(".")]
     if others:
@@ -326,7 +349,9 @@ def _read_model(folder, fields):
 def reordered(params: dict, order: np.ndarray) -> dict:
     """Returns the parameters, or those of no layer, with the vocabulary in another order."""
     embed, head = params["embed"], params["head"]
-    embed = {**embed, "tokens": np.asarray(embed["tokens"])[order]}
+    tokens = np.asarray(embed["tokens"], np.float32)
+    tokens = np.take(tokens, order, axis=0, out=tensors.aligned(tokens.shape), mode="clip")
+    embed = {**embed, "tokens": tokens}
     rows = {name: np.asarray(head[name])[order] for name in VOCABULARY if name in head}
     return {**params, "embed": embed, "head": {**head, **rows}}
 
@@ -362,15 +387,15 @@ def write(
 
     Args:
       folder: folder to create; it must not exist.
-      form: "dense": `transformers` loads it; "sparse": only stored blocks; "program": programs of
-        jax, with the stored blocks.
+      form: "dense": `transformers` loads it; "sparse": only stored blocks; "gguf": the dense
+        weights as a file that llama.cpp runs; "program": programs of jax, with the stored blocks.
       weights: parameters, see `gpt`, and layouts, in numpy.
       tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
       context: sequence length of the training, in tokens.
       card: text of README.md.
-      architecture: of the dense form: a name in `architectures.ARCHITECTURES`, or "auto" for the
-        first that represents the model.
-      dtype: of the floats, one of DTYPES.
+      architecture: of the dense and the GGUF form: a name in `architectures.ARCHITECTURES`, or
+        "auto" for the first that represents the model.
+      dtype: of the floats, one of DTYPES; of the GGUF form one of `gguf_form.DTYPES`.
 
     Returns:
       The path of the new folder.
@@ -379,9 +404,12 @@ def write(
       UserError: the architecture cannot represent the model, or the folder exists or cannot be
         written.
     """
-    if form not in FORMS:
-        raise UserError(f"The export form {form!r} is unknown; legal: {', '.join(FORMS)}.")
-    if form != "dense":
+    if form not in (*FORMS, GGUF):
+        raise UserError(f"The export form {form!r} is unknown; legal: {', '.join((*FORMS, GGUF))}.")
+    legal = tuple(gguf_form.DTYPES) if form == GGUF else DTYPES
+    if dtype not in legal:
+        raise UserError(f"dtype={dtype!r} with form={form}; legal: {', '.join(legal)}.")
+    if form not in DENSE_FORMS:
         model.refuse_experts(f"The {form} form", "form=dense, or the run folder")
     if form == "sparse":
         model.require("sparse_form", "form=sparse", "form=dense, or the run folder")
@@ -390,33 +418,47 @@ def write(
             f"The architecture {architecture!r} is unknown; legal: {AUTO}, "
             f"{', '.join(architectures.ARCHITECTURES)}."
         )
+    # An imported tokenizer may have another order of ids here; the export has the original one.
     params = reordered(weights.params, tokenizer.ids_from_original)
     weights = dataclasses.replace(weights, params=params)
+    began = str((_source(tokenizer) or {}).get("model_type"))
+    if form == GGUF:
+        chosen = gguf_form.choose(_plain(model), architecture, began)
     if form == "dense":
         plain = _plain(model)
-        began = str((_source(tokenizer) or {}).get("model_type"))
         name = _represents(began, plain) or architecture if architecture == AUTO else architecture
         name = architectures.choose(plain) if name == AUTO else name
         representation = architectures.represent(name, plain)
-    with new_folder(Path(folder).expanduser()) as partial:
+    # All that can be refused was: from here on files are written, into a folder that gets its name
+    # when it is whole.
+    folder = local_path("folder", folder)
+    with new_folder(folder) as partial:
         if form == "dense":
             config = _exported_fields(name, representation, tokenizer, dtype)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-            arrays = _tensors(name, representation, *dense_form(model, weights))
+            row = architectures.ARCHITECTURES[name]
+            arrays = _tensors(row, representation, *dense_form(model, weights))
             files = tensors.write(partial, tensors.as_dtype(arrays, dtype), {})
-        else:
+        elif form == GGUF:
+            row = metadata.stored_row(architectures.ARCHITECTURES[chosen.name])
+            arrays = _tensors(row, chosen.representation, *dense_form(model, weights))
+            title = folder.absolute().name
+            gguf_form.write(partial, chosen, arrays, tokenizer, title, dtype)
+            (partial / CARD).write_text(card, encoding="utf-8")
+        if form in ("sparse", "program"):
             more = sparse_fields(tokenizer)
             write_form = sparse_form.write if form == "sparse" else program_form.write
             files = write_form(partial, model, weights, context, more, dtype)
-        write_rest(partial, files, tokenizer, context, card)
-    return Path(folder).expanduser()
+        if form != GGUF:
+            write_rest(partial, files, tokenizer, context, card)
+    return folder
 
 
 def sparse_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the fields of a sparse form's config.json that follow from the tokenizer."""
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id
-    return {"end_of_text": end_of_text, SOURCE: _source(tokenizer)}
+    return {"end_of_text": end_of_text, "text": text_rule(tokenizer), SOURCE: _source(tokenizer)}
 
 
 def write_rest(
@@ -452,14 +494,14 @@ def _plain(model):
     return dataclasses.replace(model, linears={}, parametrization="standard")
 
 
-def _tensors(name, representation, dense, params):
-    """Returns the named tensors of a dense model as an architecture represents it."""
+def _tensors(row, representation, dense, params):
+    """Returns the named tensors of a dense model as a row of an architecture names them."""
     params = split_qkv(dense, params)
     if representation.model.gated_mlp and not dense.gated_mlp:
         params = with_unit_gate(params)
     target = split_config(representation.model)
     params = with_zero_biases(target, params)
-    return tensor_names.write(architectures.ARCHITECTURES[name], target, params)
+    return tensor_names.write(row, target, params)
 
 
 @contextlib.contextmanager
@@ -467,6 +509,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """Yields a temporary folder that is renamed to `folder` on success and removed on failure.
 
     Its name is random, so it never replaces a folder of a killed export or of another program.
+
+    Raises:
+      UserError: the folder exists or cannot be written.
     """
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; name a new folder.")
@@ -474,16 +519,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
     created = [path for path in partial.parents if not path.exists()]
     remove = False
     try:
-        partial.mkdir(parents=True)
-        remove = True
-        yield partial
-        # POSIX replaces an existing folder only if it is empty.
-        partial.rename(folder)
+        with storage.writing(folder, " No partial export is left."):
+            partial.mkdir(parents=True)
+            remove = True
+            yield partial
+            # POSIX replaces an existing folder only if it is empty.
+            partial.rename(folder)
         remove = False
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be written: {error.strerror or error}. No partial export is left."
-        ) from error
     finally:
         if remove:
             shutil.rmtree(partial, ignore_errors=True)

@@ -1,10 +1,10 @@
 """Models from run folders and Hugging Face directories alike."""
 
+import functools
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.stacks import map_arrays
@@ -14,7 +14,6 @@ from sparse_dataflow.evaluation.trained import NEWEST, Model
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, huggingface
-from sparse_dataflow.interchange.starting_point import load_run
 from sparse_dataflow.runs.run_config import LONGEST_SEQUENCE
 
 
@@ -30,7 +29,6 @@ def variants(folder: str | Path) -> tuple[str, ...]:
     return read_config(folder).variants
 
 
-@arguments.checked
 def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
     """Loads a model from a run folder or from a Hugging Face directory, such as `sd.save` writes.
 
@@ -61,6 +59,8 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
     folder = hub_models.local_folder(folder)
     names = variants(folder)
     if not huggingface.is_directory(folder):
+        from sparse_dataflow.interchange.starting_point import load_run
+
         return load_run(folder, variant or names[0], checkpoint)
     if variant not in ("", *names):
         raise UserError(f"{folder} has no variant {variant!r}; legal: {', '.join(names)}.")
@@ -70,7 +70,8 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
             f"legal: {NEWEST}."
         )
     imported = huggingface.read(folder)
-    params = map_arrays(jnp.asarray, imported.params)
+    put = functools.partial(jax.device_put, may_alias=True)
+    params = map_arrays(put, imported.params)
     return directory_model(folder, imported.model, imported.tokenizer, params)
 
 

@@ -9,7 +9,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.training.transitions import KERNEL, MASK
 
 
-def packed(arrays: Mapping[str, Any], spec: LinearSpec) -> dict[str, Any]:
+def packed(arrays: Mapping[str, object], spec: LinearSpec) -> dict[str, Any]:
     """Returns the arrays of a layer's projection as a file has them.
 
     The kernel is [out, inputs of each], the mask uint8 [in_blocks, out_blocks / 8] as of

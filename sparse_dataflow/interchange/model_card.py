@@ -14,7 +14,6 @@ from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import console, json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.output import markdown
-from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.monitoring.metrics import read_metrics
 
 EVALUATION = "evaluation.json"
@@ -33,13 +32,12 @@ from sparse_dataflow.interchange import sparse_form
 
 config, params, tables = sparse_form.read("THIS FOLDER")
 ```
-Without that package, with numpy and safetensors:
-```python
-{reader}
+Without that package, with torch and safetensors: the file `run_in_torch.py` of this folder
+multiplies by the stored blocks alone; `tokenizer.json` is for `tokenizers.Tokenizer.from_file`.""",
+    "gguf": """```sh
+llama-cli --model model.gguf --prompt "A prompt"
 ```
-`logits(*load("THIS FOLDER"), ids)` are the logits of a list of token ids; `tokenizer.json` is for
-`tokenizers.Tokenizer.from_file`. With torch and safetensors, the file `run_in_torch.py` of this
-folder multiplies by the stored blocks alone.""",
+The weights are dense: those that are not stored are zeros here.""",
     "program": """```sh
 python run_in_jax.py "A prompt" 20
 ```
@@ -72,7 +70,7 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
             f"# {name}",
             _sentence(trained, record),
             markdown(("", ""), _shape(trained)),
-            f"## Use\n{_use(form, record)}",
+            f"## Use\n{_use(form, record, trained.tokenizer.has_text)}",
             f"## Held-out loss\n{_losses(trained)}",
             f"## Tasks\n{_tasks(trained)}",
             _provenance(record, versions),
@@ -83,6 +81,7 @@ def model_card(trained: Model, form: str, versions: Mapping[str, str]) -> str:
 _LIBRARIES = {
     "dense": "transformers",
     "sparse": "sparse_dataflow",
+    "gguf": "gguf",
     "program": "jax",
     "adapter": "peft",
 }
@@ -130,16 +129,14 @@ def _public_command(command: str) -> str:
     return console.with_commands(shlex.join(map(_public, shlex.split(command))))
 
 
-def _use(form, record):
-    """How the form is read; the numpy reader without its docstring, which is about this package."""
-    reader = Path(numpy_reader.__file__).read_text(encoding="utf-8")
+def _use(form, record, has_text):
+    """Returns how the form is read; a program of bare ids takes ids."""
     source = record.init_from or {}
     words = {
-        "reader": reader.split('"""', 2)[2].strip(),
         "base": _on_hub(source.get("path")) or _public(str(source.get("path"))),
         "weights": str(source.get("weights")),
     }
-    text = _READERS[form]
+    text = _READERS[form] if has_text else _READERS[form].replace('py "A prompt"', 'py --ids "1 2"')
     for name, word in words.items():
         text = text.replace(f"{{{name}}}", word)
     return text
@@ -225,7 +222,7 @@ def _tasks(trained):
 
 def _scores(trained, result):
     judged = result["models"].get(trained.variant)
-    if judged is None or Path(judged["run"]).resolve() != trained.folder.resolve():
+    if judged is None or not trained.record or judged.get("id") != trained.record.identity:
         return _NO_TASK
     if judged["step"] != trained.step:
         return f"They were evaluated after step {judged['step']:,} only, not of these weights."

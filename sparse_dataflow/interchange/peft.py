@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.architectures import ARCHITECTURES, Architecture
 from sparse_dataflow.interchange.equivalent_forms import QKV, split_qkv
+from sparse_dataflow.interchange.tensors import write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -66,7 +66,7 @@ def write(folder: Path, trained: Model) -> list[Path]:
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_file(folder / WEIGHTS, tensors, {})
     return [folder / WEIGHTS]
 
 

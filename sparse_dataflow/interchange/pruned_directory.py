@@ -1,8 +1,8 @@
 """A Hugging Face directory that takes the layers of a pruned model one by one.
 
 It is a sparse form with a file for each layer.  Until it is complete, it is a hidden folder beside
-its place.  The same pruning goes on there after an interrupt, to the same bits (a narrow model: to
-rounding).
+its place, where each layer is a derived file.  The same pruning goes on there after an interrupt,
+to the same bits (a narrow model: to rounding), and prunes damaged layers again.
 """
 
 import functools
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
@@ -24,7 +23,8 @@ from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import derived, json_files, manifest, storage
+from sparse_dataflow.files.addresses import local_path
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
 from sparse_dataflow.interchange import huggingface, sparse_form, tensors
@@ -34,8 +34,8 @@ from sparse_dataflow.pruning.rebuild import RebuiltLayer
 from sparse_dataflow.pruning.stored import StoredLayer, stored_layouts
 
 FACTS = "pruning.json"
-ERRORS = "errors"
-"""Key of the metadata of a file: the held-out errors of its projections, in JSON."""
+VERSION = 1
+"""Raise it when the same pruning gives other weights."""
 
 
 def digest_of(batches: Sequence[np.ndarray]) -> str:
@@ -69,21 +69,17 @@ class PrunedDirectory:
         tensors.as_dtype({}, dtype)  # Refuses an unknown one.
         self.errors: dict[str, float] = {}
         self._layouts: dict[int, dict[str, BlockLayout]] = {}
-        self._folder, self._model, self._dtype = Path(folder).expanduser(), model, dtype
+        self._folder, self._model, self._dtype = local_path("out", folder), model, dtype
         if os.path.lexists(self._folder):
             raise UserError(f"{self._folder} exists already; name a new folder.")
         self._work = self._folder.with_name(f".{self._folder.name}.pruning")
-        facts = {"model": model.to_json(), "dtype": dtype, **facts}
+        self._facts = {"code": VERSION, "model": model.to_json(), "dtype": dtype, **facts}
         path = self._work / FACTS
-        try:
+        with storage.writing(self._folder):
             self._work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self._folder} cannot be written: {error.strerror or error}."
-            ) from error
         self._lock = FolderLock(self._work)
         try:
-            self._go_on(path, facts)
+            self._go_on(path)
         except BaseException:
             self._lock.release()
             raise
@@ -94,18 +90,22 @@ class PrunedDirectory:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def _go_on(self, path, facts):
+    def _go_on(self, path):
         """Writes the facts of a new pruning; refuses those of another one."""
-        if not path.exists():
-            path.write_text(json.dumps(facts) + "\n")
-        saved = json_files.load(path)
+        facts = json_files.parse(json.dumps(self._facts))
+        try:
+            saved = manifest.parse(json_files.read_bytes(path))["facts"]
+        except (FileNotFoundError, ValueError, manifest.Damaged):
+            saved = facts  # Each layer also says what it was made from.
+            with storage.writing(self._folder):
+                storage.replace(path, manifest.text(facts, {}))
         if different := sorted(name for name in facts if saved.get(name) != facts[name]):
             raise UserError(
                 f"{self._work} has layers that were pruned with other {' and '.join(different)}; "
                 "legal: the same ones, another folder, or none of these layers (remove it)."
             )
 
-    def rounded(self, array: Any) -> np.ndarray:
+    def rounded(self, array: object) -> np.ndarray:
         """Returns floats as the files have them, in float32."""
         return np.asarray(np.asarray(array, jnp.dtype(self._dtype)), np.float32)
 
@@ -120,12 +120,11 @@ class PrunedDirectory:
     def restored(self, number: int) -> tuple[ModelConfig, dict] | None:
         """Returns the model and the parameters of a layer that is written; None without."""
         path = self._path(number)
-        if not path.exists():
+        if (facts := derived.read(path, self._origin(number))) is None:
             return None
         files = tensors.Tensors(self._work, [path])
         layer = sparse_form.read_layer(files, self._model, self._shapes[number], number)
-        with safe_open(path, framework="numpy") as file:
-            self.errors |= json_files.parse(file.metadata()[ERRORS])
+        self.errors |= facts["errors"]
         self._layouts[number] = {
             name: layout for name, (layout,) in stacks.layouts_of(self._model, layer).items()
         }
@@ -139,15 +138,23 @@ class PrunedDirectory:
         )
         self.errors |= layer.errors
         self._layouts[layer.number] = stored.layouts
-        self._write(layer.number, arrays, {ERRORS: json.dumps(layer.errors)})
+        self._write(layer.number, arrays, {"errors": layer.errors})
 
-    def _write(self, number, arrays, metadata):
+    def _origin(self, number):
+        return {**self._facts, "layer": number}
+
+    def _write(self, number, arrays, facts):
         """Writes a file, which has its name when it is complete."""
         path = self._path(number)
         partial = path.with_suffix(".partial")
         arrays = tensors.as_dtype(arrays, self._dtype)
-        tensors.write_file(partial, arrays, {**sparse_form.METADATA, **metadata})
-        partial.replace(path)
+        with self._writing():
+            tensors.write_file(partial, arrays, sparse_form.METADATA)
+            derived.write(partial, path, self._origin(number), facts)
+
+    def _writing(self):
+        then = " The same call goes on after the layers that are finished."
+        return storage.writing(self._folder, then)
 
     def finish(self, weights: Layers, tokenizer: Tokenizer, context: int) -> Path:
         """Writes what is of no layer, and gives the folder its name; returns it.
@@ -163,22 +170,38 @@ class PrunedDirectory:
         layouts = [self._layouts[number] for number in range(self._model.num_layers)]
         weights_without_arrays = ModelWeights({}, stored_layouts(self._model, layouts))
         more = huggingface.sparse_fields(tokenizer)
-        sparse_form.write_small_files(
-            self._work, self._model, weights_without_arrays, context, more
-        )
-        files = tensors.write_index(self._work, self._places())
         sentence = "`sparse_dataflow.load` reads this model."
         card = short_card(self._folder.name, sentence, self._model)
-        huggingface.write_rest(self._work, files, tokenizer, context, card)
-        (self._work / FACTS).unlink()
+        with self._writing():
+            sparse_form.write_small_files(
+                self._work, self._model, weights_without_arrays, context, more
+            )
+            files = tensors.write_index(self._work, self._places())
+            huggingface.write_rest(self._work, files, tokenizer, context, card)
+            storage.flush_tree(self._work)
         self._lock.release()
-        self._work.rename(self._folder)
+        try:
+            self._work.rename(self._folder)
+        except OSError as error:
+            raise UserError(
+                f"{self._folder} was made by another program meanwhile ({error.strerror}). The "
+                f"pruned model is in {self._work}: rename it, or remove {self._folder} and call "
+                "again."
+            ) from error
+        # Last, so that layers are never without what they were made from.
+        for path in (FACTS, *(derived.record_of(self._path(n)).name for n in self._numbers)):
+            (self._folder / path).unlink(missing_ok=True)
         return self._folder
+
+    @property
+    def _numbers(self):
+        """Numbers of the layers, after that of the ends."""
+        return range(-1, self._model.num_layers)
 
     def _places(self):
         """Returns tensor -> (name of its file, its bytes)."""
         places = {}
-        for number in range(-1, self._model.num_layers):
+        for number in self._numbers:
             path = self._path(number)
             for name, size in tensors.sizes(path).items():
                 places[name] = path.name, size

@@ -1,20 +1,20 @@
 """File format of a model that stores only its blocks and layout tables, in one safetensors file.
 
 config.json has {"format": FORMAT, "model": the fields of `ModelConfig`, "context", "end_of_text",
-"source": config.json of the model that was imported, if one was, "layout": digest of the tables,
+"text": see `serving.text_rule`, "source": config.json of the model that was imported, if one was,
+"layout": digest of the tables,
 "forward": what readers need not compute from the model: see `_forward`}.
 Tensors have the dotted names of their parameters, with one entry per layer: "embed.tokens",
 "blocks.0.qkv.values", "head.norm.scale". Layout tables have the prefix of their values, for
 example "blocks.0.qkv.in_index" (int32; see `LayoutTables`). Masked weights have a kernel of the
 entries under the mask, [out, inputs of each], and a mask of one bit a block, uint8 [in_blocks,
-out_blocks / 8] (see `numpy.packbits`). `numpy_reader` and `serving.run_in_torch`, which is written
-into the folder, are complete readers without jax.
+out_blocks / 8] (see `numpy.packbits`). `serving.run_in_torch`, which is written into the folder, is
+a complete reader without jax.
 """
 
 import functools
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.layer_groups import layer_linear, layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, rotary, scales, stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import masked_file, tensors
+from sparse_dataflow.interchange.serving.readers import write_reader
 from sparse_dataflow.interchange.tensors import DTYPES
 
 MODEL_TYPE = "sparse_dataflow"
@@ -85,7 +86,7 @@ def write_small_files(
         "forward": _forward(model),
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
-    shutil.copyfile(Path(__file__).parent / "serving" / READER, folder / READER)
+    write_reader(folder, READER)
 
 
 def layer_tensors(model: ModelConfig, layer: dict, number: int) -> dict[str, Any]:
@@ -146,6 +147,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     folder = Path(folder)
     model = read_config(folder)
     files = tensors.Tensors(folder)
+    tensors.refuse_larger(folder, model, tensors.stored_bytes(folder))
     shapes = jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
     layers = [read_layer(files, model, layer, i) for i, layer in enumerate(layer_shapes(model))]
     other_sections = {name: section for name, section in shapes.items() if name != "blocks"}

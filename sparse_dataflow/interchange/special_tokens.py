@@ -26,6 +26,9 @@ FILES = (GENERATION, SETTINGS, MAP, ADDED, TEMPLATE, "chat_template.json", "voca
 LARGEST_FILE = 64 * 2**20
 """Bytes of a file that is kept. Vocabularies have a few million."""
 
+MOST_IDS = 1000
+"""Ids of a field, such as those that end a text."""
+
 _LOG = logging.getLogger(__name__)
 
 _GPT2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
@@ -122,9 +125,11 @@ def ids_of(value: Any, name: str) -> list[int]:
     """Returns the ids of a field that has one, several or none.
 
     Raises:
-      ValueError: one is no whole number.
+      ValueError: one is no whole number, or they are more than MOST_IDS.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MOST_IDS:
+        raise ValueError(f"{name} has {len(ids):,} ids (legal: up to {MOST_IDS:,})")
     if not all(type(number) is int for number in ids):
         raise ValueError(f"{name}={value!r} (legal: a whole number, or a list of them)")
     return ids
@@ -160,6 +165,8 @@ def ends(
     )
     token_ids = [vocab.get(tokens.get(name, "")) for name in ("eos_token", "sep_token")]
     named = token_ids[0]
+    # transformers reads generation_config.json first.  So the same folder ends its texts at the
+    # same ids here and there, and what contradicts is said in the log.
     found = generation_ids or config_ids
     size = config["vocab_size"]
     beyond = [number for number in found if not 0 <= number < size]
@@ -190,6 +197,8 @@ def ends(
             "another eos_token_id if they end elsewhere", folder, found[0],
             next(token for token, number in vocab.items() if number == found[0]),
         )  # fmt: skip
+    # The first end divides documents of a corpus.  generation_config.json may begin with the end
+    # of a chat's turn, which no document has.
     first = next((number for number in config_ids if number in found), found[0])
     return [first, *(number for number in found if number != first)]
 
@@ -299,15 +308,34 @@ def as_json(fields: Mapping[str, object]) -> bytes:
 
 def added(
     files: Mapping[str, bytes], tokens: Mapping[str, str], folder: Path
-) -> dict[str, tuple[int, bool]]:
-    """Returns (id, whether special) of each token that a directory without tokenizer.json adds."""
-    decoder = fields_of(files, SETTINGS, folder).get("added_tokens_decoder") or {}
-    rows: dict[str, tuple[int, bool]] = {}
+) -> list[dict[str, Any]]:
+    """Returns the tokens that other files than tokenizer.json add, as rows of its `added_tokens`.
+
+    Those of `added_tokens_decoder` in tokenizer_config.json come before those of
+    added_tokens.json, of which the named ones are special.
+
+    Raises:
+      Exception: one of `json_files.MALFORMED` where a file is damaged.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    options = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for token, number in fields_of(files, ADDED, folder).items():
-        rows[token] = (number, token in tokens.values())
-    for number, token in decoder.items():
-        rows[token["content"]] = (int(number), bool(token.get("special")))
-    return rows
+        special = token in tokens.values()
+        rows[token] = dict.fromkeys(options, False) | {
+            "normalized": not special,
+            "special": special,
+        }
+        rows[token] |= {"id": number, "content": token}
+    decoder = fields_of(files, SETTINGS, folder).get("added_tokens_decoder") or {}
+    for key, token in decoder.items():
+        flags = {name: bool(token.get(name)) for name in options}
+        rows[token["content"]] = flags | {"id": int(key), "content": token["content"]}
+    first = ("id", "content", *options)
+    ordered = [{name: row[name] for name in first} for row in rows.values()]
+    for row in ordered:
+        if type(row["id"]) is not int or not isinstance(row["content"], str) or row["id"] < 0:
+            raise ValueError(f"the token {row['content']!r} has the id {row['id']!r}")
+    return ordered
 
 
 def listed(ids: Sequence[int]) -> int | list[int]:

@@ -30,7 +30,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import adapters, gpt, partition, stacks
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
@@ -41,7 +41,7 @@ from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.evaluation.run_files import RunRecord, read_config
-from sparse_dataflow.files import manifest
+from sparse_dataflow.files import json_files, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import (
     extended_vocabulary,
@@ -122,6 +122,8 @@ def run_config(
     grouped = pattern_pruning.is_grouped(model, start.params)
     dense = dataclasses.replace(model, linears={}, density_by_depth=(), **larger)
     count = cost.parameter_count(dense)
+    # Optimizer, rate and batch come from the preset of the nearest size, by the ratio: sizes are
+    # spread over four orders of magnitude.
     sizes = {name: cost.parameter_count(size) for name, size in SIZES.items()}
     base = preset(min(sizes, key=lambda name: abs(math.log(sizes[name] / count))))
     base = supar(base) if model.supar else base
@@ -225,13 +227,14 @@ def _run_start(folder, variant, checkpoint):
         "its dense export, by sparse-dataflow export --form=dense",
     )
     checkpoint_folder = run.folder / variant / "checkpoints" / str(run.step)
+    manifest_bytes = json_files.read_bytes(checkpoint_folder / manifest.NAME)
     provenance = {
         "path": origin(folder, local),
         "model": run.model.to_json(),
         "variant": variant,
         "step": run.step,
         # The manifest has the hash of every file.
-        "weights": hashlib.sha256((checkpoint_folder / manifest.NAME).read_bytes()).hexdigest(),
+        "weights": hashlib.sha256(manifest_bytes).hexdigest(),
     }
     return StartingPoint(run.model, jax.device_get(run.params), run.tokenizer, provenance)
 
@@ -281,7 +284,7 @@ def load_run(
     base = read_base(run.saved_record, run.folder)
     wide = dataclasses.replace(run.model, compute_dtype="float32")
     frozen = adapters.frozen(wide, base.params, run.training.adapter_scale)
-    model, params = adapters.dequantised(run.model, adapters.merged(run.params, frozen))
+    model, params = adapters.dequantised(run.model, partition.merged(run.params, frozen))
     return dataclasses.replace(run, model=model, params=stacks.map_arrays(jnp.asarray, params))
 
 
@@ -450,6 +453,15 @@ def _stored_words(spec):
         return f"{words} at density {spec.density:g}" if spec.weight.is_partial else words
     mixed = f", hadamard {spec.hadamard}" if spec.hadamard else ""
     return f"block-sparse at density {spec.density:g} (block {spec.block}, {spec.pattern}{mixed})"
+
+
+def refuse_other_model(start: ModelConfig, model: ModelConfig) -> None:
+    """Refuses weights that `initial_state_from` would refuse, before any work.
+
+    Raises:
+      UserError: names each difference that stops `model` from using weights of `start`.
+    """
+    _refuse_mismatch(growth.grown_config(start, model), model)
 
 
 def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:

@@ -19,7 +19,7 @@ from sparse_dataflow.interchange.equivalent_forms import (
     split_config,
     split_qkv,
 )
-from sparse_dataflow.interchange.tensors import Tensors
+from sparse_dataflow.interchange.tensors import Tensors, aligned
 
 _SHOWN = 5
 """Names of tensors in an error."""
@@ -40,6 +40,7 @@ class _Entry(NamedTuple):
       transposed: whether it is stored transposed.
       skip: its first rows, which we do not have.
       offset: what our parameter is above it.
+      paired: heads whose features are in the order of llama.cpp's rotations; 0 for none.
     """
 
     name: str
@@ -49,6 +50,7 @@ class _Entry(NamedTuple):
     transposed: bool
     skip: int
     offset: float
+    paired: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,18 +58,14 @@ class _Entry(NamedTuple):
         first = self.shapes[0]
         shape = (*first[:-1], sum(shape[-1] for shape in self.shapes))
         shape = (shape[0] + self.skip, *shape[1:])
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
-    @property
-    def names(self) -> list[str]:
-        """Name of each tensor, in the order of our parameters."""
-        return self.names_of(None)
-
-    def names_of(self, layers: range | None) -> list[str]:
-        """Returns the names of the tensors of some layers; None for all, and of no layer."""
+    def names(self, layers: range | None = None) -> Iterator[str]:
+        """Yields the names of the tensors of some layers, in the order of our parameters; None for
+        all, and of no layer."""
         axes: list[range] = [range(count) for count in self.counts]
         axes[:1] = axes[:1] if layers is None else [layers]
-        return [self.name.format(*i) for i in itertools.product(*axes)]
+        return (self.name.format(*i) for i in itertools.product(*axes))
 
 
 def read(architecture: Architecture, model: ModelConfig, files: Tensors) -> dict:
@@ -100,18 +98,20 @@ def _read(architecture, model, files, shapes, layers=None):
     """Reads some sections of a model, of all layers or of some, as `model` has projections."""
     prefix = _prefix(architecture, files)
     arrays: dict[str, np.ndarray] = {}
-    for entry in _entries(architecture, files.names, shapes, prefix):
+    for entry in _entries(architecture, model, files.names, shapes, prefix):
         stacked: Any = None
-        names = entry.names_of(layers)
+        names = list(entry.names(layers))
         for number, name in enumerate(names):
             tensor = files.read(name, entry.shape)[entry.skip :]
             tensor = tensor + np.float32(entry.offset) if entry.offset else tensor
-            tensor = tensor.T if entry.transposed else tensor
+            tensor = np.swapaxes(tensor, -1, -2) if entry.transposed else tensor
+            tensor = _halves(tensor, entry.paired) if entry.paired else tensor
             if stacked is None:
-                stacked = np.empty((len(names), *tensor.shape), tensor.dtype)
+                stacked = aligned((len(names), *tensor.shape))
             stacked[number] = tensor
         counts = entry.counts if layers is None else (len(layers), *entry.counts[1:])
         stacked = stacked.reshape(*counts, *stacked.shape[1:])
+        # One tensor may hold several of our arrays side by side, such as q, k and v.
         ends = np.cumsum([shape[-1] for shape in entry.shapes])[:-1]
         arrays |= zip(entry.leaves, np.split(stacked, ends, axis=-1))
     leaves = [np.ascontiguousarray(arrays[name]) for name in flatten(shapes)]
@@ -132,15 +132,24 @@ def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[
     stored = _stored_config(architecture, model)
     arrays = flatten(fuse_qkv(stored, split_qkv(model, params)))
     tensors = {}
-    for entry in _entries(architecture, (), _shapes(stored), architecture.prefixes[0]):
+    for entry in _entries(architecture, stored, (), _shapes(stored), architecture.prefixes[0]):
         stacked = np.concatenate([np.asarray(arrays[leaf]) for leaf in entry.leaves], axis=-1)
         rows = stacked.reshape(-1, *stacked.shape[len(entry.counts) :])
-        for name, tensor in zip(entry.names, rows, strict=True):
+        for name, tensor in zip(entry.names(), rows, strict=True):
             skipped = np.zeros((entry.skip, *tensor.shape[1:]), np.float32)
             tensor = np.concatenate([skipped, tensor]) if entry.skip else tensor
             tensor = tensor - np.float32(entry.offset) if entry.offset else tensor
-            tensors[name] = np.asarray(tensor.T if entry.transposed else tensor, np.float32)
+            tensor = _pairs(tensor, entry.paired) if entry.paired else tensor
+            tensor = np.swapaxes(tensor, -1, -2) if entry.transposed else tensor
+            tensors[name] = np.asarray(tensor, np.float32)
     return tensors
+
+
+def stored_shapes(architecture: Architecture, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor that `write` makes of a model."""
+    stored = _stored_config(architecture, model)
+    entries = _entries(architecture, stored, (), _shapes(stored), architecture.prefixes[0])
+    return {name: entry.shape for entry in entries for name in entry.names()}
 
 
 def _stored_config(architecture, model):
@@ -149,10 +158,24 @@ def _stored_config(architecture, model):
     return joined_config(model) if joined else split_config(model)
 
 
-def _entries(architecture, names, shapes, prefix) -> Iterator[_Entry]:
+def _halves(tensor, heads):
+    """Returns the features [..., heads * width] of heads with the first feature of each rotation in
+    front of all second ones; in `tensor` the two are neighbours."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:-1], heads, -1, 2).swapaxes(-1, -2).reshape(shape)
+
+
+def _pairs(tensor, heads):
+    """Inverts `_halves`."""
+    shape = tensor.shape
+    return tensor.reshape(*shape[:-1], heads, 2, -1).swapaxes(-1, -2).reshape(shape)
+
+
+def _entries(architecture, model, names, shapes, prefix) -> Iterator[_Entry]:
     """Yields the tensors of a model.
 
     Args:
+      model: gives the numbers of heads.
       names: of the tensors of a checkpoint, which may have the output layer by another name.
       shapes: of the parameters.
       prefix: of the checkpoint's names.
@@ -164,6 +187,7 @@ def _entries(architecture, names, shapes, prefix) -> Iterator[_Entry]:
     for leaf in sorted(leaves, key=lambda leaf: _order(order, leaf)):
         name = _name(architecture, leaf, prefix, output)
         leaves_by_name.setdefault(name, []).append(leaf)
+    heads = {"q": model.num_heads, "k": model.kv_heads} if architecture.paired else {}
     for name, group in leaves_by_name.items():
         axes = name.count("{}")
         yield _Entry(
@@ -174,6 +198,7 @@ def _entries(architecture, names, shapes, prefix) -> Iterator[_Entry]:
             architecture.transposed and group[0].endswith((".kernel", f".{ROUTER}")),
             architecture.position_offset if group[0] == "embed.positions" else 0,
             architecture.norm_offset if group[0].endswith(".scale") else 0.0,
+            heads.get(group[0].split(".")[1], 0) if group[0].startswith("blocks.") else 0,
         )
 
 
@@ -219,10 +244,15 @@ def embedding_name(architecture: Architecture, files: Tensors) -> str:
 
 
 def refuse_others(architecture: Architecture, model: ModelConfig, files: Tensors) -> None:
-    """Raises UserError if the files have tensors that the architecture does not have."""
+    """Raises UserError if the files have tensors that the architecture does not have, or too
+    few."""
     prefix, shapes = _prefix(architecture, files), _shapes(_stored_config(architecture, model))
-    entries = _entries(architecture, files.names, shapes, prefix)
-    names = {name for entry in entries for name in entry.names}
+    names: set[str] = set()
+    for entry in _entries(architecture, model, files.names, shapes, prefix):
+        for name in entry.names():
+            if len(names) > len(files.names) and name not in files.names:
+                files.refuse_missing(name)  # A config.json may count to millions.
+            names.add(name)
     output = output_name(architecture, files)
     others = sorted(
         name

@@ -1,28 +1,38 @@
 """Reader and writer of named tensors in one safetensors file, or in several with an index."""
 
+import functools
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sparse_dataflow.files import json_files
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.interchange.llama_cpp.gguf_file import SUFFIX, GgufFile
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export, in bytes; the default of `transformers`."""
 
+POINTER = "gguf.json"
+"""File of a folder that stands for a GGUF file; names that file."""
+
 DTYPES = ("float32", "bfloat16")
 """Legal dtypes of the floats of an export."""
 
 MOST_HEADER_BYTES = 2**24
+_ALIGNMENT = 64
+_SHOWN = 5
 
 
 class Tensors:
@@ -31,6 +41,7 @@ class Tensors:
     Attributes:
       folder: the folder of the files.
       names: names of all tensors.
+      gguf: the file of llama.cpp that has them; None for safetensors.
     """
 
     def __init__(self, folder: Path, paths: Sequence[Path] = ()):
@@ -45,12 +56,14 @@ class Tensors:
         """
         self.folder = Path(folder)
         self._file_of: dict[str, Path] = {}
+        self.gguf: GgufFile | None = None
         for path in paths or _files(self.folder):
-            if not path.is_file():  # Reading a named pipe would never end.
-                raise UserError(f"{path} is not a regular file.")
+            if path.suffix == SUFFIX:
+                self.gguf = opened_gguf(path)
+                self._file_of |= dict.fromkeys(self.gguf.places, path)
+                continue
             try:
-                _check_header(path)
-                with safe_open(path, framework="numpy") as file:
+                with opened(path) as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
             except (OSError, SafetensorError, ValueError) as error:
                 raise UserError(f"{path} is not a complete safetensors file ({error}).") from None
@@ -65,7 +78,7 @@ class Tensors:
         tensor = self._read(name, shape)
         if tensor.dtype.kind != "f":
             raise UserError(f"{self.folder}: {name} is {tensor.dtype}; legal: floats.")
-        tensor = tensor.astype(np.float32)
+        tensor = tensor.astype(np.float32, copy=False)
         if not np.isfinite(tensor).all():
             raise UserError(f"{self.folder}: {name} has values that are not finite.")
         return tensor
@@ -81,18 +94,20 @@ class Tensors:
             raise UserError(f"{self.folder}: {name} is {tensor.dtype}; legal: {dtype}.")
         return tensor
 
+    def refuse_missing(self, name: str) -> NoReturn:
+        """Raises the UserError of a tensor that the files do not have."""
+        raise UserError(f"{self.folder} has no tensor {name}; the weights are incomplete.")
+
     def _read(self, name, shape):
         if name not in self.names:
-            raise UserError(f"{self.folder} has no tensor {name}; the weights are incomplete.")
+            self.refuse_missing(name)
         try:
-            with safe_open(self._file_of[name], framework="numpy") as file:
+            if self.gguf:
+                self._refuse_shape(name, self.gguf.shape(name), shape)
+                return self.gguf.array(name)
+            with opened(self._file_of[name]) as file:
                 header = file.get_slice(name)
-                stored_shape = list(header.get_shape())
-                if stored_shape != list(shape):
-                    raise UserError(
-                        f"{self.folder}: {name} has shape {stored_shape}; its config.json "
-                        f"requires {list(shape)}."
-                    )
+                self._refuse_shape(name, list(header.get_shape()), shape)
                 if header.get_dtype() == "BF16":
                     return _read_bfloat16(self._file_of[name], name)
                 return file.get_tensor(name)
@@ -103,12 +118,70 @@ class Tensors:
                 f"{name} in {self._file_of[name]} cannot be read ({first_line(error)})."
             ) from None
 
+    def _refuse_shape(self, name, stored, shape):
+        if stored != list(shape):
+            raise UserError(
+                f"{self.folder}: {name} has shape {stored}; its config.json requires {list(shape)}."
+            )
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Returns an empty float32 array that jax on a CPU takes without a copy."""
+    size = 4 * math.prod(shape)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(np.float32).reshape(shape)
+
+
+def opened_gguf(path: Path) -> GgufFile:
+    """Opens a file of llama.cpp.
+
+    Raises:
+      UserError: it is damaged, or the package `gguf` is not installed.
+    """
+    try:
+        status = path.stat()
+        return _opened_gguf(path, status.st_size, status.st_mtime_ns)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a complete GGUF file ({first_line(error)}).") from None
+
+
+@functools.lru_cache(maxsize=1)
+def _opened_gguf(path, size, changed):
+    """Returns an opened file, whose header takes a second to read."""
+    return GgufFile(path)
+
+
+def stored_bytes(folder: Path) -> int:
+    """Returns the bytes of the weights in a folder, 0 without any."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def refuse_larger(folder: Path, model: ModelConfig, stored: int) -> None:
+    """Refuses a model with more numbers than its files have bytes, before anything is laid out.
+
+    Args:
+      folder: for the message.
+      stored: bytes of the weights; 0 if they are not known.
+
+    Raises:
+      UserError: naming both.
+    """
+    widths = model.d_model + model.d_ff * max(1, model.experts) + model.num_heads * model.head_width
+    least = model.num_layers * widths + model.vocab_size * model.d_model
+    if stored and least > stored:
+        raise UserError(
+            f"{folder} has {stored:,} bytes of weights, and its config.json a model of "
+            f"{model.num_layers:,} layers, width {model.d_model:,} and {model.vocab_size:,} tokens "
+            f"({least:,} numbers or more); the weights are incomplete or another model's."
+        )
+
 
 def digest(folder: Path) -> str:
     """Returns the sha256 (hex) of the files' sha256 digests, in the order of file names."""
     combined = hashlib.sha256()
     for path in _files(folder):
-        with path.open("rb") as file:
+        with storage.open_regular(path) as file:
             combined.update(hashlib.file_digest(file, "sha256").digest())
     return combined.hexdigest()
 
@@ -116,11 +189,8 @@ def digest(folder: Path) -> str:
 def other_format(names: Iterable[str]) -> str:
     """Returns the way out for a model whose files have weights of another format; "" for none."""
     names = list(names)
-    if gguf := next((name for name in names if name.endswith(".gguf")), ""):
-        return (
-            f"{gguf} is a file for llama.cpp, mostly of rounded weights; legal: the model of "
-            f"transformers that it was made from, with {FILE}."
-        )
+    if gguf := next((name for name in names if name.endswith(SUFFIX)), ""):
+        return f"{gguf} is a file of llama.cpp, which is read by its own path on this machine."
     pickled = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack")
     if other := next((name for name in names if name.endswith(pickled)), ""):
         return (
@@ -136,7 +206,7 @@ def file_names(folder: Path) -> set[str]:
     return {path.name for path in _files(folder)} | {INDEX}
 
 
-def as_dtype(tensors: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
+def as_dtype(tensors: Mapping[str, object], dtype: str) -> dict[str, np.ndarray]:
     """Returns tensors in numpy, with floats of a dtype of DTYPES.
 
     Raises:
@@ -200,9 +270,28 @@ def shard_name(number: int, count: int) -> str:
 
 
 def write_file(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Writes one safetensors file."""
+    """Writes one safetensors file.
+
+    Raises:
+      UserError: a float is not finite: no reader here takes such a file.
+    """
     arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
+            raise UserError(f"{name} has values that are not finite; legal: finite weights.")
     save_file(arrays, path, metadata={"format": "pt", **metadata})
+    _sort_metadata(path)
+
+
+def _sort_metadata(path):
+    """Sorts the metadata of a file: safetensors writes them in a random order, and what is saved
+    twice shall have the same bytes."""
+    header, begin = _header(path)
+    ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
+    text = json.dumps(ordered, separators=(",", ":"), ensure_ascii=False).encode()
+    with open(path, "r+b") as file:
+        file.seek(8)
+        file.write(text.ljust(begin - 8))
 
 
 def sizes(path: Path) -> dict[str, int]:
@@ -228,6 +317,8 @@ def write_index(folder: Path, places: Mapping[str, tuple[str, int]]) -> list[Pat
 
 
 def _files(folder):
+    if (folder / POINTER).exists():
+        return [Path(json_files.load(folder / POINTER)["weights"])]
     index = folder / INDEX
     if index.exists():
         try:
@@ -236,9 +327,12 @@ def _files(folder):
                 raise ValueError("weight_map must name files of this folder")
         except json_files.MALFORMED as error:
             raise UserError(f"{index} is damaged ({type(error).__name__}: {error}).") from None
-        missing = [name for name in names if not (folder / name).exists()]
+        present = set(os.listdir(folder))  # A name may be longer than the system's.
+        missing = [name for name in names if name not in present]
         if missing:
-            raise UserError(f"{folder} lacks {', '.join(missing)}, which its index names.")
+            shown, more = ", ".join(missing[:_SHOWN]), len(missing) - _SHOWN
+            shown += f" and {more} more" if more > 0 else ""
+            raise UserError(f"{folder} lacks {shown}, which its index names.")
         return [folder / name for name in names]
     if not (folder / FILE).exists():
         legal = f"legal: {FILE}, or {INDEX} with its files."
@@ -247,12 +341,17 @@ def _files(folder):
     return [folder / FILE]
 
 
-def _check_header(path):
-    """Raises ValueError for a header that takes long to read: a tensor has about 100 bytes."""
-    with path.open("rb") as file:
+def opened(path: Path) -> Any:
+    """Opens a safetensors file.
+
+    Raises:
+      OSError, SafetensorError, ValueError: it is none, or its header would take long to read.
+    """
+    with storage.open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
-    if length > MOST_HEADER_BYTES:
+    if length > MOST_HEADER_BYTES:  # A tensor has about 100 bytes.
         raise ValueError(f"its header has {length:,} bytes; legal: {MOST_HEADER_BYTES:,}")
+    return safe_open(storage.regular(path), framework="numpy")
 
 
 def _read_bfloat16(path, name):
@@ -261,7 +360,7 @@ def _read_bfloat16(path, name):
     header, begin = _header(path)
     entry = header[name]
     start, end = entry["data_offsets"]
-    with path.open("rb") as file:
+    with storage.open_regular(path) as file:
         file.seek(begin + start)
         upper = np.frombuffer(file.read(end - start), "<u2").astype(np.uint32)
     return (upper << 16).view(np.float32).reshape(entry["shape"])
@@ -269,6 +368,6 @@ def _read_bfloat16(path, name):
 
 def _header(path):
     """Returns (header, position of the first byte of data) of a file."""
-    with path.open("rb") as file:
+    with storage.open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         return json_files.parse(file.read(length)), 8 + length

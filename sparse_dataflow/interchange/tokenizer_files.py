@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer files: tokenizer.json, or vocab.json and merges.txt, or BERT's vocab.txt.
+"""Tokenizers of Hugging Face directories, from the text that `tokenizer_json` gives.
 
 All kinds are read. BPE is read by its merges if it is byte-level, as GPT-2's, Llama 3's and Qwen's,
 or has byte fallback, as Llama 2's and Mistral's, whose tokens are characters, with U+2581 for a
@@ -27,27 +27,19 @@ from sparse_dataflow.data.tokenizer import (
     Tokenizer,
     from_bytes,
     gpt2_tokenizer,
-    parse_merges,
+    id_tokenizer,
     to_byte_alphabet,
 )
 from sparse_dataflow.data.tokenizer_library import BYTE_TOKEN, Identity
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import special_tokens
+from sparse_dataflow.interchange import special_tokens, tokenizer_json
+from sparse_dataflow.interchange.tokenizer_json import END_OF_TEXT, FILE
 
-END_OF_TEXT = "<|endoftext|>"
-FILE = "tokenizer.json"
 _LOG = logging.getLogger(__name__)
 _SPACE = "\u2581"
 _ALPHABET = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
-_LISTS = ("vocab.json", "merges.txt")
-_WORDS = "vocab.txt"
-
-_BERT = "BertTokenizer"
-
-LEGAL = f"{FILE}, nor {' with '.join(_LISTS)}, nor {_WORDS}"
-"""The files of a tokenizer, after "neither" or "no"."""
 
 _SENTENCE = "The cat's 12 caf\u00e9s,  (it) said:\n\tNO!"
 
@@ -76,26 +68,25 @@ def read(folder: Path, config: Mapping[str, object]) -> Read:
       UserError: the tokenizer is missing or damaged, or needs a class of transformers.
     """
     folder, size = Path(folder), config["vocab_size"]
-    source = _source(folder)
-    if source is None and size == GPT2_VOCAB_SIZE:
+    path = tokenizer_json.source(folder)
+    if path is None and size == GPT2_VOCAB_SIZE:
         _LOG.warning("%s has no tokenizer: GPT-2's is used, for its 50,257 tokens", folder)
         return Read(gpt2_tokenizer(), np.arange(size))
-    if source is None:
+    if path is None:
         raise UserError(
-            f"{folder} has no tokenizer: neither {LEGAL}. AutoTokenizer.from_pretrained(DIR)."
-            f"save_pretrained(DIR) of transformers makes {FILE} of other files, such as "
-            "SentencePiece's."
+            f"{folder} has no tokenizer: neither {tokenizer_json.LEGAL}. AutoTokenizer."
+            f"from_pretrained(DIR).save_pretrained(DIR) of transformers makes {FILE} of other "
+            "files, such as SentencePiece's."
         )
-    path, parse = source
     files = special_tokens.read_files(folder)
     generation, settings = (
         special_tokens.fields_of(files, name, folder)
         for name in (special_tokens.GENERATION, special_tokens.SETTINGS)
     )
-    names = special_tokens.names(files, folder, _BERT if parse is _parse_words else "")
+    names = tokenizer_json.names(path, files)
     template = special_tokens.chat_template(files, names, folder)
     try:
-        parsed = parse(folder, files, names)
+        parsed = _parsed(tokenizer_json.text_of(path, files), names)
         vocab = parsed.vocab
         if not all(type(number) is int and number >= 0 for number in vocab.values()):
             raise ValueError("each id must be a whole number of 0 or more")
@@ -109,37 +100,14 @@ def read(folder: Path, config: Mapping[str, object]) -> Read:
         prefix = special_tokens.prefix(engine, settings, names, ends[0], folder, probe)
         start = special_tokens.start(config, generation, names, vocab)
         tokenizer = dataclasses.replace(result.tokenizer, chat_template=template)
-        identity = _identity(tokenizer, prefix, ends, start, files)
+        identity = _identity(tokenizer, prefix, ends, start, files, engine)
         return Read(dataclasses.replace(tokenizer, identity=identity), result.order)
     except json_files.MALFORMED as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"The tokenizer {path} cannot be read: {error}.") from None
-
-
-def _source(folder):
-    """Returns (file, its reader) of a directory; None without a file."""
-    sources = (((FILE,), _parse_json), (_LISTS, _parse_lists), ((_WORDS,), _parse_words))
-    for needed, parse in sources:
-        if all((folder / name).exists() for name in needed):
-            return folder / needed[0], parse
-    return None
-
-
-def vocabulary(folder: Path) -> dict[str, int] | None:
-    """Returns the id of each token in a directory; None where it has no tokenizer.
-
-    Raises:
-      Exception: one of `json_files.MALFORMED` where the file is damaged.
-    """
-    source = _source(folder)
-    if source is None:
-        return None
-    path, parse = source
-    if parse is _parse_words:
-        return _words(path)
-    fields = json_files.load(path)
-    return tokenizer_library.vocabulary(fields) if parse is _parse_json else fields
+    finally:
+        tokenizer_library.fields_of.cache_clear()  # A large one takes 100 MB.
 
 
 def _probe(engine, tokenizer, folder):
@@ -163,8 +131,12 @@ def _probe(engine, tokenizer, folder):
     return next((text for text in texts if encoded(text)), "a")
 
 
-def _identity(tokenizer, prefix, ends, start, files):
-    """Returns the identity in the ids of the tokenizer, without what it says anyway."""
+def _identity(tokenizer, prefix, ends, start, files, engine):
+    """Returns the identity in the ids of the tokenizer, without what it says anyway.
+
+    Args:
+      engine: of the library, for the text of ids.
+    """
     ours = tokenizer.ids_from_original
     prefix, ends = (tuple(int(ours[number]) for number in ids) for ids in (prefix, ends))
     ends = () if ends == (tokenizer.eot_id,) else ends
@@ -175,7 +147,7 @@ def _identity(tokenizer, prefix, ends, start, files):
         # An export that has the same settings without this file does not need it.
         given = json_files.parse(files[special_tokens.SETTINGS].decode("utf-8-sig"))
         plain = dataclasses.replace(tokenizer, identity=identity)
-        if given == _settings(plain, given.get("model_max_length")):
+        if given == _settings(plain, given.get("model_max_length"), engine):
             files = {n: content for n, content in files.items() if n != special_tokens.SETTINGS}
     contents = ((name, content.decode("latin-1")) for name, content in sorted(files.items()))
     return dataclasses.replace(identity, files=tuple(contents))
@@ -203,10 +175,9 @@ class _Parsed(NamedTuple):
     certain: Collection[str] = ()
 
 
-def _parse_json(folder, files, names):
+def _parsed(original, names):
     """Returns the vocabulary of a tokenizer.json."""
-    original = json_files.read_bytes(folder / FILE).decode("utf-8")
-    fields = json_files.parse(original)
+    fields = tokenizer_library.fields_of(original)
     model = fields["model"]
     fallback = bool(model.get("byte_fallback"))
     if not tokenizer_library.joins_bytes(fields):
@@ -260,74 +231,9 @@ def spell_fallback(token):
     return to_byte_alphabet(token.replace(_SPACE, " "))
 
 
-def _parse_lists(folder, files, names):
-    """Returns the vocabulary of a vocab.json with merges.txt, GPT-2's form of a tokenizer."""
-    settings = special_tokens.fields_of(files, special_tokens.SETTINGS, folder)
-    kind = special_tokens.tokenizer_class(settings)
-    if kind not in ("", "GPT2Tokenizer", "PreTrainedTokenizer"):
-        raise ValueError(f"it is a {kind} without a {FILE}; legal: GPT2Tokenizer, or add {FILE}")
-    vocab = json_files.load(folder / "vocab.json")
-    merges = parse_merges(json_files.read_bytes(folder / "merges.txt").decode("utf-8"))
-    added = special_tokens.added(files, names, folder)
-    for token in (END_OF_TEXT, *names.values()):
-        if token in vocab:
-            added.setdefault(token, (vocab[token], True))
-    texts = {to_byte_alphabet(token) for token, (_, special) in added.items() if not special}
-    for token, (number, special) in added.items():
-        name = token if special else to_byte_alphabet(token)
-        if vocab.get(name, number) != number:
-            raise ValueError(f"two tokens have the text {token!r}")
-        vocab[name] = number
-    specials = {token for token, (_, special) in added.items() if special}
-    rows = sorted((number, token, special) for token, (number, special) in added.items())
-    # The library gives an added token its id if its text is in the vocabulary.
-    plain = {token: number for token, number in vocab.items() if token not in texts}
-    plain |= {token: number for token, (number, _) in added.items()}
-    bos = names.get("bos_token")
-    begin = bos if settings.get("add_bos_token") and bos in vocab else None
-    space = bool(settings.get("add_prefix_space"))
-    original = _text_of(plain, merges, rows, space, begin)
-    return _Parsed(vocab, merges, specials, texts, str, original)
-
-
-def _words(path):
-    """Returns the id of each token of a vocab.txt, one in a line."""
-    lines = json_files.read_bytes(path).decode("utf-8").removesuffix("\n").split("\n")
-    return {line.removesuffix("\r"): number for number, line in enumerate(lines)}
-
-
-def _parse_words(folder, files, names):
-    """Returns the vocabulary of a vocab.txt, BERT's form of a tokenizer."""
-    settings = special_tokens.fields_of(files, special_tokens.SETTINGS, folder)
-    kind = special_tokens.tokenizer_class(settings) or _BERT
-    if kind != _BERT:
-        raise ValueError(f"it is a {kind} without a {FILE}; legal: {_BERT}, or add {FILE}")
-    vocab = _words(folder / _WORDS)
-    specials = [token for token in names.values() if token in vocab]
-    capitals = any(token != token.lower() for token in vocab if token[:1] != "[")
-    engine = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece(vocab, unk_token=names.get("unk_token", "[UNK]"))
-    )
-    engine.normalizer = tokenizers.normalizers.BertNormalizer(
-        handle_chinese_chars=bool(settings.get("tokenize_chinese_chars", True)),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=bool(settings.get("do_lower_case", not capitals)),
-    )
-    engine.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    engine.decoder = tokenizers.decoders.WordPiece()
-    engine.add_special_tokens(specials)
-    around = [names.get(f"{name}_token") for name in ("cls", "sep")]
-    if set(around) <= set(vocab):
-        engine.post_processor = tokenizers.processors.TemplateProcessing(
-            single=" $A ".join(around), special_tokens=[(token, vocab[token]) for token in around]
-        )
-    original = engine.to_str()
-    return _parsed_by_library(original, json_files.parse(original), names)
-
-
 def _reorder(parsed, size, config, end):
     vocab, merges, specials, texts, spell, original, certain = parsed
-    config = {name: special_tokens.ids_of(config.get(name), name) for name in _SPECIAL_IDS}
+    config = {n: set(special_tokens.ids_of(config.get(n), n)) for n in _SPECIAL_IDS}
     # Padding and the begin of text may be a text token, which stays text; the end may not.
     made = _ALPHABET | {token for left, right in merges for token in (left, right, left + right)}
     made = made.union(certain)
@@ -347,6 +253,9 @@ def _reorder(parsed, size, config, end):
     )
     tokenizer_library.refuse_beyond(vocab, specials, size)
     if not text:
+        unknown = id_tokenizer(size)
+        if _plain_vocab(unknown) == vocab:
+            return Read(unknown, np.arange(size))
         raise ValueError("all of its tokens are special; legal: at least one token of text")
     text_ids = {number for number, _ in text}
     name = next((token for token, number in vocab.items() if number == end), None)
@@ -362,9 +271,11 @@ def _reorder(parsed, size, config, end):
     for token in (token for merge in merges for token in merge if token not in vocabulary):
         raise ValueError(f"a merge has the token {token!r}, which is not in the vocabulary")
     tokens = tuple(spell(token) for _, token in text)
-    spelled = tuple((spell(left), spell(right)) for left, right in merges)
+    spelling = {token: spell(token) for token in {token for merge in merges for token in merge}}
+    spelled = tuple((spelling[left], spelling[right]) for left, right in merges)
     tokenizer = Tokenizer(tokens, spelled, size, original, tuple(order.tolist()))
-    if original == plain_text(tokenizer):  # `write` gives the same text without it.
+    in_order = np.array_equal(order, np.arange(size))
+    if in_order and original == plain_text(tokenizer):  # `write` gives the same text without it.
         tokenizer = Tokenizer(tokens, spelled, size)
     return Read(tokenizer, order)
 
@@ -391,19 +302,19 @@ def write(folder: Path, tokenizer: Tokenizer, context: int) -> None:
         (folder / name).write_bytes(content)
 
 
-def _settings(tokenizer, context):
+def _settings(tokenizer, context, engine=None):
     """Returns the fields of a tokenizer_config.json of a tokenizer that was imported without."""
     if not tokenizer.original:
         names, space = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT), False
     else:
-        engine = tokenizer_library.from_text(tokenizer.original)
+        engine = engine or tokenizer_library.from_text(tokenizer.original)
         named = {"bos_token": tokenizer.start_id, "eos_token": tokenizer.eot_id}
         texts = {n: engine.id_to_token(tokenizer.original_ids[i]) for n, i in named.items()}
         names = {name: text for name, text in texts.items() if text is not None}
         if tokenizer.chat_template:
             # A template renders the names that it was imported with, and no others.
             names = {}
-        space = _adds_prefix_space(json_files.parse(tokenizer.original)["pre_tokenizer"])
+        space = _adds_prefix_space(tokenizer_library.fields_of(tokenizer.original)["pre_tokenizer"])
     return special_tokens.settings_of(names, context, space, tokenizer.chat_template)
 
 
@@ -414,56 +325,10 @@ def _adds_prefix_space(pre_tokenizer):
 
 def plain_text(tokenizer):
     """Returns a tokenizer.json of the tokens and merges, with GPT-2's settings."""
-    vocab = {token: number for number, token in enumerate(tokenizer.tokens)}
-    vocab |= {END_OF_TEXT: tokenizer.eot_id}
-    return _text_of(vocab, tokenizer.merges, [(tokenizer.eot_id, END_OF_TEXT, True)])
-
-
-def _text_of(vocab, merges, added, prefix_space=False, begin=None):
-    """Returns a tokenizer.json with GPT-2's settings.
-
-    Args:
-      vocab: id of each token.
-      merges: pairs of tokens.
-      added: (id, text, whether special) of each added token.
-      prefix_space: whether a space comes before a text.
-      begin: token in front of a text; None for none.
-    """
-    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": prefix_space, "trim_offsets": True}
-    processor = None
-    if begin is not None:
-        token, text = {"SpecialToken": {"id": begin, "type_id": 0}}, {"id": "A", "type_id": 0}
-        pair = {"Sequence": {"id": "B", "type_id": 0}}
-        processor = {
-            "type": "TemplateProcessing",
-            "single": [token, {"Sequence": text}],
-            "pair": [token, {"Sequence": text}, pair],
-            "special_tokens": {begin: {"id": begin, "ids": [vocab[begin]], "tokens": [begin]}},
-        }
-    fields = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": number, "content": text, **options, "special": special}
-            for number, text, special in added
-        ],
-        "normalizer": None,
-        "pre_tokenizer": byte_level | {"use_regex": True},
-        "post_processor": processor,
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": vocab,
-            "merges": [list(merge) for merge in merges],
-        },
-    }
+    fields = tokenizer_json.byte_level(_plain_vocab(tokenizer), tokenizer.merges)
+    fields["added_tokens"] = [tokenizer_json.added_token(tokenizer.eot_id, END_OF_TEXT, True)]
     return json.dumps(fields, ensure_ascii=False)
+
+
+def _plain_vocab(tokenizer):
+    return {t: n for n, t in enumerate(tokenizer.tokens)} | {END_OF_TEXT: tokenizer.eot_id}

@@ -90,6 +90,21 @@ def head_sources(old: ModelConfig, new: ModelConfig) -> tuple[np.ndarray, np.nda
     return keys[:, None] * before + turn % before, keys
 
 
+def wider_config(old: ModelConfig, new: ModelConfig) -> ModelConfig:
+    """Returns the config that `wider` returns.
+
+    Raises:
+      UserError: `new` stores blocks of a projection that cannot have the old ones.
+    """
+    sources, names = Sources.of(old, new), old.sparse_projections
+    unstored = [name for name in names if not _repeats(sources, name)]
+    for name in names:
+        _refuse_other_blocks(old, new, name, name in unstored)
+    linears = {n: spec for n, spec in dict(old.linears).items() if n not in unstored}
+    widths = {name: getattr(new, name) for name in WIDTHS}
+    return dataclasses.replace(old, **widths, linears=linears)
+
+
 def wider(
     old: ModelConfig, weights: ModelWeights, new: ModelConfig, rng: np.random.Generator
 ) -> tuple[ModelConfig, ModelWeights]:
@@ -104,16 +119,12 @@ def wider(
       rng: draws the shares.
 
     Raises:
-      UserError: `new` stores blocks of a projection that cannot have the old ones.
+      UserError: see `wider_config`.
     """
-    sources = Sources.of(old, new)
+    sources, config = Sources.of(old, new), wider_config(old, new)
     layouts = stacks.layouts_of(old, weights.merged)
-    unstored = [name for name in layouts if not _repeats(sources, name)]
-    for name in layouts:
-        _refuse_other_blocks(old, new, name, name in unstored)
-    linears = {n: spec for n, spec in dict(old.linears).items() if n not in unstored}
-    widths = {name: getattr(new, name) for name in WIDTHS}
-    config = dataclasses.replace(old, **widths, linears=linears)
+    linears = dict(config.linears)
+    unstored = [name for name in layouts if name not in linears]
     wide_layouts: dict[str, list[BlockLayout]] = {}
     layers = []
     arrays, _ = stacks.split_layouts(weights.merged)

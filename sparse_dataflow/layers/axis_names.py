@@ -21,7 +21,7 @@ _KERNEL = "kernel_out_sharding"
 """Metadata of stored blocks: the names of the kernel's axes, which `sd.densify` gives back."""
 
 
-def folded(variable: Any, value: jax.Array, groups: Sequence[Sequence[int]]) -> nnx.Variable:
+def folded(variable: object, value: jax.Array, groups: Sequence[Sequence[int]]) -> nnx.Variable:
     """Returns a variable of the type and metadata of another, whose axes are joined.
 
     Args:
@@ -37,7 +37,7 @@ def folded(variable: Any, value: jax.Array, groups: Sequence[Sequence[int]]) -> 
     return variable_of(type(variable), value, metadata, mesh)
 
 
-def unfolded(variable: Any, value: jax.Array) -> nnx.Variable:
+def unfolded(variable: object, value: jax.Array) -> nnx.Variable:
     """Returns the kernel or bias of stored blocks: inverse of `folded`."""
     if not isinstance(variable, nnx.Variable):
         return nnx.Param(value)
@@ -144,7 +144,9 @@ def _mesh_of(variable, metadata):
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
-def variable_of(kind: type, value: Any, metadata: Mapping[str, Any], mesh: Any = None) -> Any:
+def variable_of(
+    kind: type, value: object, metadata: Mapping[str, object], mesh: object = None
+) -> Any:
     """Returns a variable, placed now if its metadata ask for that and a mesh is known.
 
     Args:
@@ -166,16 +168,22 @@ def variable_of(kind: type, value: Any, metadata: Mapping[str, Any], mesh: Any =
         return kind(value, **metadata)
 
 
-def placed(array: jax.Array, like: Any) -> jax.Array:
-    """Returns an array sharded as another, over axes of the mesh that divide it."""
-    sharding = getattr(like, "sharding", None)
+def placed(array: Any, like: Any) -> Any:
+    """Returns an array sharded as another, over axes of the mesh that divide it.
+
+    Of an abstract array it returns an abstract one.
+    """
+    sharding, abstract = getattr(like, "sharding", None), isinstance(like, jax.ShapeDtypeStruct)
     if isinstance(array, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
-        return array
+        return jax.ShapeDtypeStruct(array.shape, array.dtype) if abstract else array
     spec = []
     for size, axes in zip(array.shape, (*sharding.spec, *(None,) * array.ndim)):
         shards = math.prod(sharding.mesh.shape[name] for name in _flat(axes))
         spec.append(axes if size % shards == 0 else None)
-    return jax.device_put(array, NamedSharding(sharding.mesh, jax.P(*spec)))
+    sharding = NamedSharding(sharding.mesh, jax.P(*spec))
+    if abstract:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    return jax.device_put(array, sharding)
 
 
 def over_auto_axes(array: jax.Array) -> jax.Array:
@@ -189,7 +197,7 @@ def over_auto_axes(array: jax.Array) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh, sharding.spec))
 
 
-def constrained(y: jax.Array, out_sharding: Any) -> jax.Array:
+def constrained(y: jax.Array, out_sharding: object) -> jax.Array:
     """Returns a result with the sharding that a caller asked for, as `jax.lax.dot_general` does.
 
     Over Auto axes, where `dot_general` refuses the argument, it is a constraint.

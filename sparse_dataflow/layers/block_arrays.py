@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.sparsity import EXCHANGED_BLOCKS
 from sparse_dataflow.core.layouts.evolution import METHODS, block_sources
 from sparse_dataflow.core.layouts.layout import BlockLayout
@@ -29,7 +28,6 @@ Layouts = BlockLayout | Sequence[BlockLayout]
 """One layout for all layers of a stack, or one for each."""
 
 
-@arguments.checked
 def draw_blocks(
     key: Any,
     layout: BlockLayout,
@@ -68,7 +66,6 @@ def draw_blocks(
     return scaled_blocks(draw(key, shape, dtype), layout)
 
 
-@arguments.checked
 def cut_blocks(kernel: Any, layout: Any) -> jax.Array:
     """Returns the stored blocks of a dense kernel: inverse of `sd.join_blocks`.
 
@@ -110,7 +107,6 @@ def cut_blocks(kernel: Any, layout: Any) -> jax.Array:
     return values.reshape(*stack, *values.shape[1:])
 
 
-@arguments.checked
 def join_blocks(values: Any, layout: Any, shape: tuple[int, int] | None = None) -> jax.Array:
     """Returns the dense kernel of stored blocks, with zeros between them.
 
@@ -141,7 +137,6 @@ def join_blocks(values: Any, layout: Any, shape: tuple[int, int] | None = None) 
     return kernel[:, :rows, :columns].reshape(*stack, rows, columns)
 
 
-@arguments.checked
 def evolve_blocks(
     layout: BlockLayout,
     values: Any,
@@ -199,8 +194,11 @@ def evolve_blocks(
                 f"the gradient of the dense kernel, [..., {full[0]}, {full[1]}]."
             )
         growth = summed(grid_norms(jnp.reshape(gradient, (-1, *full)), layout.block))[0]
+    # A stack of layers has one layout, so its layers choose together, by the sums of their norms.
     norms = summed(stored_norms(values.reshape(-1, *values.shape[-3:])))[0]
     new = exchange(layout, norms, growth, np.random.default_rng([seed]))
+    # Kept blocks move to their new slots, grown ones are zero.  `move` serves moments as well:
+    # they have one array for each of the weight.
     sources = block_sources(layout, new)[None]
 
     def move(array):
@@ -244,7 +242,7 @@ def exchanger(method: str, share: float) -> Callable[..., BlockLayout]:
     return exchange
 
 
-def summed(norms: Any) -> np.ndarray:
+def summed(norms: object) -> np.ndarray:
     """Returns block norms [1, ...] of all layers of a stack [layers, ...] together."""
     norms = np.asarray(norms)
     return norms if len(norms) == 1 else np.sqrt(np.square(norms).sum(axis=0, keepdims=True))

@@ -16,10 +16,7 @@ from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jax import lax
 
 from sparse_dataflow.core.config import arguments
-from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.sparsity import EvolutionConfig
-from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, stack_layouts
-from sparse_dataflow.core.layouts.model_layouts import with_room
+from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
 from sparse_dataflow.core.layouts.patterns import has_layout, make_layout
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
@@ -27,27 +24,24 @@ from sparse_dataflow.core.weights.kind import Weight
 from sparse_dataflow.core.weights.texts import array_text
 from sparse_dataflow.core.weights.weight import WithDenseGradient
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.layers.axis_names import constrained, joined_names, variable_of
+from sparse_dataflow.layers.axis_names import constrained, joined_names, placed, variable_of
 from sparse_dataflow.layers.block_arrays import scaled_blocks
 from sparse_dataflow.layers.dense_kernel import DenseKernel
 from sparse_dataflow.layers.layer_products import by_dot_general, in_precision, precision_name
 from sparse_dataflow.layers.layout_state import (
     MARK,
     TABLES,
-    LayoutTable,
     contradicts,
+    is_layout_variable,
     layout_name,
     layout_names,
-    named_entry,
-    table_mark,
+    layout_variables,
 )
+from sparse_dataflow.layers.paths import without_values
 
 Initializer = Callable[..., Any]
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-
-_ROOM = LinearSpec(max_fan_out=EvolutionConfig.max_fan_out)
-"""Width of the tables of an evolving layer."""
 
 
 class DenseGradient(nnx.Variable):
@@ -64,6 +58,9 @@ class BlockSparseLinear(nnx.Module):
     specialised to it.  With `evolving=True` it is a variable of four index tables, which
     `sd.evolve` changes without recompiling; products are then slower.  Values of another layout
     raise an error; inside `jit` an evolving layer returns NaN.
+
+    Handles that share the variables of an evolving layer, as of `nnx.view`, see each change.  If
+    the layout of a static layer changes, handles from before raise an error.
 
     It has the public attributes of `nnx.Linear`.  `kernel` can be read, and is dense then.
 
@@ -141,10 +138,13 @@ class BlockSparseLinear(nnx.Module):
         bias_metadata: Mapping[str, Any] = _NO_METADATA,
         rngs: nnx.Rngs,
     ):
+        # The order of draws is that of `nnx.Linear`: kernel, then bias.  So replacing a linear
+        # changes no other layer's initial values.
         key, shape = rngs.params(), (in_features, out_features)
         if layout is None:
             if offset is None:
                 offset = _drawn_offset(rngs, key) if pattern == "random" else 0
+            # Sides that blocks do not divide are filled up with features that are zero.
             sides = filled_up(shape, block, density)
             layout = make_layout(pattern, *sides, block, density, offset)
         if any(n not in _counts(s, layout.block) for n, s in zip(layout.mask.shape, shape)):
@@ -183,7 +183,7 @@ class BlockSparseLinear(nnx.Module):
         """Returns pictures of the layouts for notebooks, each once."""
         return "".join(layout._repr_html_() for layout in dict.fromkeys(self.layouts()))
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """Applies the layer: [..., in_features] -> [..., out_features].
 
         Args:
@@ -194,7 +194,6 @@ class BlockSparseLinear(nnx.Module):
         Raises:
           UserError: the input has other features, or the state is of another layout.
         """
-        self._check_layout()
         bias = None if self.bias is None else self.bias[...]
         inputs, values, bias = self.promote_dtype(
             (inputs, self.values[...], bias), dtype=self.dtype
@@ -203,17 +202,18 @@ class BlockSparseLinear(nnx.Module):
         if bias is not None:
             y = y.astype(jnp.result_type(y, bias))  # A user's promotion may leave it wider.
             y += broadcast_like(bias, y)
-        if self.evolving:
-            # A state under `jit` has no values to compare: what it computes is no number.
-            y = jnp.where(self._is_foreign(), jnp.nan, y)
-        return constrained(y, out_sharding)
+        return constrained(self.unless_foreign(y), out_sharding)
 
     def weight(self, values: jax.Array | None = None) -> Weight:
         """Returns the weight; `x @ layer.weight()` is the product without the bias.
 
         Args:
           values: stored blocks to use in place of the layer's.
+
+        Raises:
+          UserError: the state is of another layout.
         """
+        self.check_layout()
         values = self.values[...] if values is None else values
         stored = BlockSparse(values, self.stored_layout)
         if self.dense_gradient is None:
@@ -271,44 +271,85 @@ class BlockSparseLinear(nnx.Module):
         An evolving layout is read from its tables, so not inside `jit`.
 
         Raises:
-          UserError: the state is of another layout.
+          UserError: the state is of another layout, or has no values.
         """
-        self._check_layout()
+        self.check_layout()
         layout = self.stored_layout
         if isinstance(layout, BlockLayout):
             return [layout]
+        if without_values(layout.in_index):
+            raise UserError(
+                "The layout of an evolving layer is read from its tables, which have no values in "
+                "an abstract model or inside `jit`; legal: a layer with values, outside of `jit`."
+            )
         return layout.layouts(self.values.shape[-1])
 
-    def set_layouts(self, layouts: Sequence[BlockLayout], evolving: bool) -> None:
-        """Replaces the layout, but not the values: see `sd.evolve`.
+    def set_layouts(
+        self, layouts: Sequence[BlockLayout], evolving: bool, values: object = None
+    ) -> None:
+        """Replaces the layout: see `sd.evolve`.
+
+        An evolving layer that stays one changes its variables in place, so handles that share them
+        see the change.  Otherwise the layer gets new variables, and handles from before get empty
+        values, which raise an error.
 
         Args:
           layouts: one that all layers of a stack share, or one for each layer if `evolving`.
           evolving: whether the layout becomes a variable.
+          values: the stored blocks of the new layout; None for those of the layer.
         """
-        self.static_layout = None if evolving else layouts[0]
-        stack = self.values.shape[:-3]
-        for name in (*TABLES, MARK):
-            setattr(self, name, nnx.data(None))
-        for name in layout_names(vars(self)) & set(vars(self)):
-            delattr(self, name)
-        if not evolving:
-            setattr(self, *named_entry(layouts[0], stack))
-        else:
-            stacked = stack_layouts(with_room(each, _ROOM) for each in layouts)
-            # In numpy, which compiles nothing.
-            arrays: list[Any] = [
-                np.broadcast_to(table, (math.prod(stack), *table.shape[1:])).reshape(
-                    *stack, *table.shape[1:]
-                )
-                for table in stacked.arrays
-            ]
-            for name, array in zip(TABLES, arrays):
-                setattr(self, name, LayoutTable(jnp.asarray(array)))
-            setattr(self, MARK, nnx.Param(jnp.asarray(table_mark(LayoutTables(*arrays)))))
+        self.prepare_layouts(layouts, evolving, values)()
 
-    def _check_layout(self):
+    def prepare_layouts(
+        self, layouts: Sequence[BlockLayout], evolving: bool, values: Any = None
+    ) -> Callable[[], None]:
+        """Returns the function that does what `set_layouts` does, after all that can fail."""
+        values = self.values.get_value() if values is None else values
+        new = layout_variables(layouts, evolving, values.shape[:-3], values.dtype)
+        old = {
+            name: variable
+            for name, variable in vars(self).items()
+            if is_layout_variable(name) and isinstance(variable, nnx.Variable)
+        }
+        arrays = {name: variable.get_value() for name, variable in new.items()}
+        if old:
+            first, *_ = old.values()
+            arrays = {
+                name: placed(array, old.get(name, first).get_value())
+                for name, array in arrays.items()
+            }
+
+        def apply():
+            if set(new) == set(old):
+                self.values.set_value(values)
+                for name, array in arrays.items():
+                    old[name].set_value(array)
+                return
+            if old:
+                variable = self.values.copy()
+                empty = (*values.shape[:-3], 0, *values.shape[-2:])
+                self.values.set_value(np.zeros(empty, values.dtype))
+                self.values = variable
+            self.values.set_value(values)
+            self.static_layout = None if evolving else layouts[0]
+            for name in filter(is_layout_variable, list(vars(self))):
+                delattr(self, name)
+            for name in (*TABLES, MARK):
+                setattr(self, name, nnx.data(None))
+            for name, array in arrays.items():
+                new[name].set_value(array)
+                setattr(self, name, new[name])
+
+        return apply
+
+    def check_layout(self) -> None:
         """Raises UserError if the state is of another layout."""
+        if not self.values.shape[-3]:
+            raise UserError(
+                f"The layout of this {self.in_features} x {self.out_features} layer changed after "
+                "this handle on its variables was made (nnx.view, nnx.split, nnx.cached_partial); "
+                "legal: a new handle, or an evolving layer, whose handles see every change."
+            )
         names, static = layout_names(vars(self)), self.static_layout
         expected = set() if static is None else {layout_name(static)}
         if names != expected:
@@ -332,12 +373,23 @@ class BlockSparseLinear(nnx.Module):
         mark = getattr(self, MARK)
         if mark is None:  # A state without it replaced the attribute.
             return np.bool_(True)
-        return contradicts(mark[...], self.stored_layout)
+        mark = mark.get_value()
+        if isinstance(mark, jax.ShapeDtypeStruct):
+            return np.bool_(False)
+        return contradicts(mark, self.stored_layout)
+
+    def unless_foreign(self, result: jax.Array) -> jax.Array:
+        """Returns what the layer computed; NaN if the values are of another layout.
+
+        A state under `jit` has no values to compare, so it cannot raise an error.
+        """
+        return jnp.where(self._is_foreign(), jnp.nan, result) if self.evolving else result
 
     @property
     def stored_layout(self) -> BlockLayout | LayoutTables:
         """The layout as products take it: static, or the index tables of an evolving layer."""
-        return self.static_layout or LayoutTables(*(getattr(self, name)[...] for name in TABLES))
+        variables = (getattr(self, name) for name in TABLES)
+        return self.static_layout or LayoutTables(*(each.get_value() for each in variables))
 
 
 def filled_up(shape: tuple[int, int], block: int, density: float) -> tuple[int, int]:

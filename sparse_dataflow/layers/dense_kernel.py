@@ -1,7 +1,8 @@
-"""The `kernel` of a block-sparse layer: a dense array that is made where it is read."""
+"""Arrays of block-sparse layers that are made where they are read, such as the dense `kernel`."""
 
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,25 +15,33 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.block_arrays import cut_blocks
 
 
-class DenseKernel:
-    """The kernel of a layer, [..., in, out], with zeros between its stored blocks.
+class DerivedArray:
+    """An array that is computed where it is read, and written to what it is computed from.
 
     Shape, dtype and size cost nothing; all else that an array has, such as `kernel[...]`,
-    `kernel.T` and `kernel + 1`, makes the dense kernel.
-    Gradients of what is read are those of the stored blocks.  What is written is 0 outside of them.
+    `kernel.T` and `kernel + 1`, computes the array.  Gradients of what is read are those of the
+    parameters that it is computed from.
 
     Args:
-      layer: the block-sparse linear.
+      shape: its shape.
+      dtype: its dtype.
+      read: () -> the array.
+      write: writes an array of this shape.
     """
 
-    def __init__(self, layer: Any):
-        self._layer = layer
-        self.shape = (*layer.values.shape[:-3], layer.in_features, layer.out_features)
-        self.dtype = layer.values.dtype
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        read: Callable[[], jax.Array],
+        write: Callable[[jax.Array], None],
+    ):
+        self.shape, self.dtype = tuple(shape), dtype
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self._read, self._write = read, write
 
     def __repr__(self):
-        return f"DenseKernel(shape={self.shape}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
 
     def __getattr__(self, name):
         if name.startswith("_"):  # Protocols that this class does not have.
@@ -50,22 +59,91 @@ class DenseKernel:
 
     @property
     def value(self) -> jax.Array:
-        """The dense kernel."""
+        """The array."""
         return self.__jax_array__()
 
     def get_value(self) -> jax.Array:
-        """Returns the dense kernel."""
+        """Returns the array."""
         return self.__jax_array__()
 
-    def set_value(self, value: Any) -> None:
-        """Writes the stored blocks of a dense kernel, which is 0 elsewhere.
+    def set_value(self, value: object) -> None:
+        """Writes the array.
 
         Raises:
-          UserError: the kernel has another shape, or weights that the layer does not store.
+          UserError: it has another shape, or what it is computed from cannot hold it.
         """
         value = jnp.asarray(value)
         if value.shape != self.shape:
-            raise UserError(f"The kernel has shape {value.shape}; legal: {self.shape}.")
+            raise UserError(f"The array has shape {value.shape}; legal: {self.shape}.")
+        self._write(value)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.__jax_array__(), dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return self._read()
+
+    def seen_through(
+        self,
+        shape: Sequence[int],
+        read: Callable[[jax.Array], jax.Array],
+        write: Callable[[jax.Array], jax.Array],
+    ) -> "DerivedArray":
+        """Returns the array in another shape.
+
+        Args:
+          shape: that shape.
+          read: array -> array of that shape.
+          write: its inverse.
+        """
+        return DerivedArray(
+            shape,
+            self.dtype,
+            lambda: read(self.get_value()),
+            lambda value: self.set_value(write(value)),
+        )
+
+
+def _on_array(function, swapped):
+    """Returns the method of an operator, on the array."""
+
+    def method(self, other):
+        operands = self.__jax_array__(), other
+        return function(*operands[::-1] if swapped else operands)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _prefix in ("", "r"):
+        _method = _on_array(getattr(operator, _name), bool(_prefix))
+        setattr(DerivedArray, f"__{_prefix}{_name}__", _method)
+
+
+class DenseKernel(DerivedArray):
+    """The kernel of a layer, [..., in, out], with zeros between its stored blocks.
+
+    What is written is 0 outside of them.
+
+    Args:
+      layer: the block-sparse linear.
+    """
+
+    def __init__(self, layer: Any):
+        shape = *layer.values.shape[:-3], layer.in_features, layer.out_features
+        super().__init__(shape, layer.values.dtype, self._join, self._cut)
+        self._layer = layer
+
+    def _join(self):
+        layer = self._layer
+        layer.check_layout()
+        values, kernel = layer.values[...], to_dense
+        for _ in values.shape[:-3]:
+            kernel = jax.vmap(kernel, 0 if layer.evolving else (0, None))
+        kernels = kernel(values, index_tables(layer.stored_layout))
+        return layer.unless_foreign(kernels[..., : self.shape[-2], : self.shape[-1]])
+
+    def _cut(self, value):
         leaves = jax.tree.leaves((value, self._layer.stored_layout))
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
         if traced and (self._layer.evolving or self._layer.layout.density < 1):
@@ -82,29 +160,3 @@ class DenseKernel:
                 "sd.cut_blocks(kernel, layer.layout)`, which drops them."
             )
         self._layer.values.set_value(blocks)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.__jax_array__(), dtype)
-
-    def __jax_array__(self) -> jax.Array:
-        values, kernel = self._layer.values[...], to_dense
-        for _ in values.shape[:-3]:
-            kernel = jax.vmap(kernel, 0 if self._layer.evolving else (0, None))
-        kernels = kernel(values, index_tables(self._layer.stored_layout))
-        return kernels[..., : self.shape[-2], : self.shape[-1]]
-
-
-def _on_dense(function, swapped):
-    """Returns the method of an operator, on the dense kernel."""
-
-    def method(self, other):
-        operands = self.__jax_array__(), other
-        return function(*operands[::-1] if swapped else operands)
-
-    return method
-
-
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
-    for _prefix in ("", "r"):
-        _method = _on_dense(getattr(operator, _name), bool(_prefix))
-        setattr(DenseKernel, f"__{_prefix}{_name}__", _method)

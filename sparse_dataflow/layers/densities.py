@@ -4,7 +4,6 @@ import math
 
 from flax import nnx
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layouts.patterns import legal_densities
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.block_sparse_linear import filled_up
@@ -14,7 +13,6 @@ from sparse_dataflow.layers.registered import is_linear, is_registered, read_lin
 from sparse_dataflow.layers.replace import Where
 
 
-@arguments.checked
 def erk_densities(
     model: nnx.Module, density: float, *, block: int = 64, where: Where | None = None
 ) -> dict[str, float]:
@@ -51,6 +49,7 @@ def erk_densities(
         if not is_linear(node) or (where is not None and not where(name, node)):
             continue
         try:
+            # Every layer of another class is a product with one matrix, and is measured as such.
             linear = read_linear(node)[1] if is_registered(node) else node
             if not isinstance(linear, nnx.Linear):
                 linear = Contraction.of(node).linear(node)
@@ -65,6 +64,8 @@ def erk_densities(
     weights = {name: math.prod(size) for name, size in sizes.items()}
     budget = density * sum(weights.values())
     wanted = _proportional(sizes, weights, budget)
+    # The rule gives any number, a layout has few densities.  Rounding keeps the total, or the
+    # model would cost more than was asked for.
     return _rounded(wanted, legal, weights, budget)
 
 
@@ -100,7 +101,6 @@ def _rounded(wanted, legal, weights, budget):
     return {name: below[name] for name in weights}
 
 
-@arguments.checked
 def cubic_density(
     step: int, *, first: int, last: int, end: float, start: float = 1.0, parts: int = 0
 ) -> float:
@@ -135,4 +135,5 @@ def cubic_density(
         )
     done = min(1.0, max(0.0, (step - first) / (last - first)))
     density = end + (start - end) * (1 - done) ** 3
+    # Rounded up to a density that the layout has, so the last step alone reaches the end.
     return min(1.0, math.ceil(density * parts - 1e-9) / parts) if parts else density

@@ -9,19 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.sparsity import EXCHANGED_BLOCKS
 from sparse_dataflow.core.layouts.evolution import METHODS, block_sources, largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model.blocks import stored_norms
 from sparse_dataflow.core.weights.gradient_norms import zeros_of_norms
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.layers.axis_names import placed
 from sparse_dataflow.layers.block_arrays import exchanger, moved, summed
 from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear, DenseGradient
-from sparse_dataflow.layers.layout_state import MARK, TABLES, layout_name, layout_names
+from sparse_dataflow.layers.layout_state import MARK, layout_name
 from sparse_dataflow.layers.optimizer_states import CarriedState
-from sparse_dataflow.layers.paths import dotted
+from sparse_dataflow.layers.paths import dotted, without_values
 from sparse_dataflow.layers.replace import Where, balanced_degree, block_sparse_layers
 
 GRADUAL, STATIC = "gradual", "static"
@@ -42,23 +40,23 @@ class Change(NamedTuple):
     sources: np.ndarray
 
 
-@arguments.checked
 def evolve(
     model: nnx.Module,
-    optimizer: Any = None,
+    optimizer: object = None,
     method: str = "set",
     *,
     share: float = EXCHANGED_BLOCKS,
     density: float = 0.0,
     loss: Callable | None = None,
-    batch: Sequence[Any] = (),
+    batch: Sequence[object] = (),
     seed: int = 0,
     where: Where | None = None,
 ) -> Any:
     """Changes the stored blocks of a model in place, and returns its optimizer's state.
 
     A block that stays keeps its weights and moments bit by bit; a new block starts at zero.  Layers
-    that are `evolving` change without recompiling; others are compiled again.
+    that are `evolving` change without recompiling, and handles that share their variables, as of
+    `nnx.view`, see the change.  Others are compiled again, and their older handles raise an error.
 
     - "set" replaces the smallest blocks by random ones (arXiv 1707.04780).
     - "rigl" replaces small blocks by absent ones of large gradient (arXiv 1911.11134); it needs
@@ -116,11 +114,10 @@ def evolve(
         if method == STATIC or not layer.evolving
     }
     state = CarriedState(model, optimizer, changes, names)
-    for _, layer, layouts, sources in changes.values():
-        values = layer.values[...]
-        if method != STATIC:
-            layer.values.set_value(moved(values, sources, values.ndim - 3))
-        _set_layouts(layer, layouts, layer.evolving and method != STATIC)
+    # All changes are computed before the first is applied: an error leaves the model as it was.
+    prepared = [_prepared(change, method) for change in changes.values()]
+    for apply in prepared:
+        apply()
     return state.apply()
 
 
@@ -168,7 +165,12 @@ def _largest(layers, density, path, index, layout, norms):
 
 def _change(path, layer, choose):
     """Returns the change of a layer; layouts that a stack shares are chosen by its summed norms."""
-    values = layer.values[...]
+    values = layer.values.get_value()
+    if without_values(values):
+        raise UserError(
+            f"{dotted(path)}: a layout is chosen by values, and there are none in an abstract "
+            "model or inside `jit`; legal: a model with values, outside of `jit`."
+        )
     norms = np.asarray(stored_norms(values.reshape(-1, *values.shape[-3:])))
     old = layer.layouts()
     if len(old) < len(norms):
@@ -179,19 +181,15 @@ def _change(path, layer, choose):
     return Change(path, layer, new, np.stack([block_sources(a, b) for a, b in zip(old, new)]))
 
 
-def _set_layouts(layer, layouts, evolving):
-    """Sets the layouts of a layer; its tables stay where they are on a mesh."""
-    before = _layout_variables(layer)
-    layer.set_layouts(layouts, evolving)
-    for name, variable in _layout_variables(layer).items():
-        like = before.get(name) or next(iter(before.values()))
-        variable.set_value(placed(variable[...], like[...]))
-
-
-def _layout_variables(layer):
-    names = {MARK, *TABLES, *layout_names(vars(layer))}
-    variables = {name: getattr(layer, name, None) for name in names}
-    return {name: each for name, each in variables.items() if isinstance(each, nnx.Variable)}
+def _prepared(change, method):
+    """Returns the function that gives a layer its new layouts, after all that can fail."""
+    _, layer, layouts, sources = change
+    values, evolving = layer.values.get_value(), layer.evolving and method != STATIC
+    if evolving == layer.evolving and layouts == layer.layouts():
+        return lambda: None
+    if method != STATIC:
+        values = moved(values, sources, values.ndim - 3)
+    return layer.prepare_layouts(layouts, evolving, values)
 
 
 def gradient_norms(

@@ -12,6 +12,7 @@ from jax import lax
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import constrained, folded, over_auto_axes, unfolded
+from sparse_dataflow.layers.dense_kernel import DerivedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,28 @@ class Contraction:
         """The kernel's shape in the order of the matrix."""
         return tuple(self.kernel_shape[axis] for axis in self.order)
 
+    @property
+    def new(self) -> tuple[int, ...]:
+        """The shape of a bias: axes of the kernel that are new in the result."""
+        return self.shape[self.count :]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The shape of the matrix."""
+        return math.prod(self.shape[: self.count]), math.prod(self.new)
+
+    def to_matrix(self, kernel: Any) -> Any:
+        """Returns a kernel, or a mask of one, as a matrix [..., in, out]; leading axes stay."""
+        lead = kernel.ndim - len(self.order)
+        axes = [*range(lead), *(lead + axis for axis in self.order)]
+        return kernel.transpose(axes).reshape(*kernel.shape[:lead], *self.sides)
+
+    def to_kernel(self, matrix: Any) -> Any:
+        """Returns a matrix as a kernel: inverse of `to_matrix`."""
+        lead = matrix.ndim - 2
+        axes = [*range(lead), *(lead + self.order.index(axis) for axis in range(len(self.order)))]
+        return matrix.reshape(*matrix.shape[:lead], *self.shape).transpose(axes)
+
     def linear(self, module: Any, kernel: Any = None, bias: Any = None) -> nnx.Linear:
         """Returns the nnx.Linear of a module with this contraction; leading axes stay.
 
@@ -120,9 +143,8 @@ class Contraction:
         stack = array.shape[: array.ndim - rank]
         lead = [(axis,) for axis in range(len(stack))]
         axes = [len(stack) + axis for axis in self.order]
-        sides = math.prod(self.shape[: self.count]), math.prod(self.shape[self.count :])
-        linear = module_like(nnx.Linear, *sides, like=module)
-        matrix = array.transpose(*range(len(stack)), *axes).reshape(*stack, *sides)
+        linear = module_like(nnx.Linear, *self.sides, like=module)
+        matrix = self.to_matrix(array)
         linear.kernel = folded(kernel, matrix, [*lead, axes[: self.count], axes[self.count :]])
         if bias is not None:
             new = range(len(stack), bias.ndim)
@@ -133,18 +155,16 @@ class Contraction:
 
     def kernel_and_bias(self, linear: nnx.Linear) -> tuple[nnx.Variable, nnx.Variable | None]:
         """Returns the variables of the module that has a linear as its matrix."""
-        kernel = over_auto_axes(linear.kernel[...])
-        stack = kernel.shape[:-2]
-        back = [len(stack) + self.order.index(axis) for axis in range(len(self.order))]
-        kernel = kernel.reshape(*stack, *self.shape).transpose(*range(len(stack)), *back)
+        kernel = self.to_kernel(over_auto_axes(linear.kernel[...]))
         if linear.bias is None:
             return unfolded(linear.kernel, kernel), None
-        bias = over_auto_axes(linear.bias[...]).reshape(*stack, *self.shape[self.count :])
+        bias = over_auto_axes(linear.bias[...])
+        bias = bias.reshape(*bias.shape[:-1], *self.new)
         return unfolded(linear.kernel, kernel), unfolded(linear.bias, bias)
 
     def module(self, linear: nnx.Linear) -> nnx.LinearGeneral | nnx.Einsum:
         """Returns the module of a matrix: inverse of `linear`."""
-        new = self.shape[self.count :]
+        new = self.new
         if self.equation:
             general = module_like(nnx.Einsum, self.equation, self.kernel_shape, None, like=linear)
             general.bias_shape = None if linear.bias is None else new
@@ -191,7 +211,8 @@ class Contraction:
 class BlockSparseGeneral(nnx.Module):
     """Drop-in for a module that is a product with a kernel, which is block-sparse as a matrix.
 
-    It has the module's public attributes.  Of its kernel and bias there are shape and dtype.
+    It has the module's public attributes.  Its kernel and bias can be read and written like those
+    of the module; the kernel is dense then.
 
     Attributes:
       linear: `sd.BlockSparseLinear` of the matrix.
@@ -226,14 +247,17 @@ class BlockSparseGeneral(nnx.Module):
             raise AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=self)
         linear, contraction = self.linear, self.contraction
         if name == names[0]:
-            shape, array = contraction.kernel_shape, linear.values
-            return jax.ShapeDtypeStruct((*array.shape[:-3], *shape), array.dtype)
+            kernel = linear.kernel
+            shape = *kernel.shape[:-2], *contraction.kernel_shape
+            return kernel.seen_through(shape, contraction.to_kernel, contraction.to_matrix)
         if linear.bias is None:
             return None
-        shape = contraction.shape[contraction.count :]
-        return jax.ShapeDtypeStruct((*linear.bias.shape[:-1], *shape), linear.bias.dtype)
+        bias = linear.bias
+        flat, shape = bias.shape, (*bias.shape[:-1], *contraction.new)
+        derived = DerivedArray(flat, bias.dtype, bias.get_value, bias.set_value)
+        return derived.seen_through(shape, lambda b: b.reshape(shape), lambda b: b.reshape(flat))
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """Applies the layer.
 
         Raises:
@@ -246,7 +270,7 @@ class BlockSparseEinsum(BlockSparseGeneral):
     """Drop-in for an nnx.Einsum, whose call takes an equation too."""
 
     def __call__(  # type: ignore[override]
-        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: Any = None
+        self, inputs: jax.Array, einsum_str: str | None = None, out_sharding: object = None
     ) -> jax.Array:
         """Applies the layer.
 
@@ -271,7 +295,18 @@ def _terms(equation, rank=None):
     return terms
 
 
-def module_like(kind: type, *sizes: Any, like: Any, **options: Any) -> Any:
+def shapes_of(module: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of the kernel and the bias of one layer, of a linear of flax."""
+    if isinstance(module, nnx.Einsum):
+        return tuple(module.kernel_shape), tuple(module.bias_shape or ())
+    if isinstance(module, nnx.Linear):
+        return (module.in_features, module.out_features), (module.out_features,)
+    lead = tuple(module.batch_axis.values())
+    inputs, outputs = tuple(module.in_features), tuple(module.out_features)
+    return (*lead, *inputs, *outputs), (*lead, *outputs)
+
+
+def module_like(kind: type, *sizes: object, like: object, **options: object) -> Any:
     """Returns an nnx module of zeros, without a bias, with the settings of the module `like`."""
     if kind is not nnx.Einsum:
         options["use_bias"] = False

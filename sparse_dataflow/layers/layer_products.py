@@ -33,7 +33,7 @@ def precision_name(precision: Any) -> str | None:
     return precision.name.lower() if isinstance(precision, lax.Precision) else precision
 
 
-def in_precision(precision: Any, x: jax.Array, weight: Weight) -> jax.Array:
+def in_precision(precision: object, x: jax.Array, weight: Weight) -> jax.Array:
     """Returns `x @ weight`; its products, and those of its gradient, are in a precision."""
     name = precision_name(precision)
     return x @ weight if name is None else _in_precision(name, x, weight)

@@ -16,6 +16,8 @@ break it; a mark of which it is not true is ignored until `sd.evolve` writes it 
 numbers add nothing to a norm, a penalty or a sum, and their gradient is 0.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_dataflow.core.layouts.layout import AnyLayout, BlockLayout, index_tables
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.layouts.layout import (
+    AnyLayout,
+    BlockLayout,
+    LayoutTables,
+    index_tables,
+    stack_layouts,
+)
+from sparse_dataflow.core.layouts.model_layouts import with_room
 
 TABLES = ("in_index", "in_slot", "out_index", "out_slot")
 """Attributes of the index tables of an evolving layer, as in `LayoutTables`."""
@@ -58,6 +69,9 @@ _TOLERANCE = 1e-2
 """Largest relative difference of entries of equal marks; far larger than `_EXACT`, so that small
 noise is no mark before it differs from the old one."""
 
+_ROOM = LinearSpec(max_fan_out=EvolutionConfig.max_fan_out)
+"""Width of the tables of an evolving layer."""
+
 
 class LayoutTable(nnx.Variable):
     """One int32 index table of an evolving layer; `sd.evolve` changes it, no optimizer does."""
@@ -70,13 +84,39 @@ class LayoutTable(nnx.Variable):
         super().__setitem__(key, value)
 
 
-def named_entry(layout: BlockLayout, stack: tuple[int, ...]) -> tuple[str, nnx.Param]:
-    """Returns the key and the entry of a static layout: zeros [*stack, 8].
+def layout_variables(
+    layouts: Sequence[BlockLayout], evolving: bool, stack: tuple[int, ...], dtype: Any
+) -> dict[str, nnx.Variable]:
+    """Returns name -> variable of all that a layer holds of its layout.
 
-    The key is metadata too, because `nnx.merge` compares no keys.
+    Of a static layout that is an entry of zeros [*stack, 8] under its name.  The name is metadata
+    too, because `nnx.merge` compares no keys.
+
+    Args:
+      layouts: one for all layers of a stack, or one for each.
+      evolving: whether the layout is a variable.
+      stack: leading axes of the values.
+      dtype: dtype of the parameters.
     """
-    name = layout_name(layout)
-    return name, nnx.Param(jnp.zeros((*stack, MARK_SIZE)), layout=name)
+    if not evolving:
+        name = layout_name(layouts[0])
+        return {name: nnx.Param(jnp.zeros((*stack, MARK_SIZE), dtype), layout=name)}
+    # In numpy, which compiles nothing.
+    arrays: list[Any] = [
+        np.broadcast_to(table, (math.prod(stack), *table.shape[1:])).reshape(
+            *stack, *table.shape[1:]
+        )
+        for table in stack_layouts(with_room(each, _ROOM) for each in layouts).arrays
+    ]
+    indices = {name: LayoutTable(jnp.asarray(array)) for name, array in zip(TABLES, arrays)}
+    # Types of 16 bits round averages of marks, so these have float32.
+    mark = jnp.asarray(table_mark(LayoutTables(*arrays)), jnp.promote_types(dtype, jnp.float32))
+    return {**indices, MARK: nnx.Param(mark)}
+
+
+def is_layout_variable(name: str) -> bool:
+    """Returns whether an attribute of a layer is a part of its layout."""
+    return name in (*TABLES, MARK) or name.startswith(LAYOUT_PREFIX)
 
 
 def layout_names(attributes: dict) -> set[str]:

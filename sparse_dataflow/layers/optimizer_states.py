@@ -38,13 +38,15 @@ class CarriedState:
         self._matched = False
         self._changes = {tuple(map(str, path)): change for path, change in changes.items()}
         self._keys = {tuple(map(str, path)): pair for path, pair in keys.items()}
-        self._optimizers: list[tuple[nnx.Optimizer, Any]] = []
+        self._optimizers: list[tuple[nnx.Optimizer, Any, list]] = []
         is_node = lambda node: isinstance(node, nnx.Pytree)  # noqa: E731
         nodes = [leaf for leaf in jax.tree.leaves(optimizer, is_leaf=is_node) if is_node(leaf)]
         for node in nodes:
             if not isinstance(node, nnx.Optimizer):
                 raise UserError(f"A {type(node).__name__} is no optimizer; legal: {_LEGAL}.")
-            self._optimizers.append((node, self._carried(node.opt_state, _Probe(model, node))))
+            arrays: list[tuple[nnx.Variable, Any]] = []
+            state = self._carried(node.opt_state, _Probe(model, node), arrays)
+            self._optimizers.append((node, state, arrays))
         self._whole = optimizer
         if not nodes:
             self._whole = self._carried(optimizer, None)
@@ -54,21 +56,44 @@ class CarriedState:
             self._whole = jax.tree.map(
                 lambda old, new: old if is_node(old) else new, optimizer, states, is_leaf=is_node
             )
-        arrays = [self._whole if not nodes else [], [state for _, state in self._optimizers]]
-        if not self._matched and any(np.size(leaf) > 1 for leaf in jax.tree.leaves(arrays)):
+        carried = [self._whole if not nodes else [], [state for _, state, _ in self._optimizers]]
+        if not self._matched and any(np.size(leaf) > 1 for leaf in jax.tree.leaves(carried)):
             names = ", ".join(".".join((*path, "values")) for path in self._changes)
             raise UserError(
                 f"The optimizer's state has arrays and none of them is of {names}; legal: {_LEGAL}."
             )
 
     def apply(self) -> Any:
-        """Changes the nnx.Optimizers in place, and returns what was passed, at the new layouts."""
-        for optimizer, state in self._optimizers:
-            optimizer.opt_state = nnx.data(state)
+        """Changes the nnx.Optimizers in place, and returns what was passed, at the new layouts.
+
+        Variables of an nnx.Optimizer stay the same objects, so handles that share them see it.
+        """
+        for optimizer, state, arrays in self._optimizers:
+            for variable, array in arrays:
+                variable.set_value(array)
+            if self._keys:
+                optimizer.opt_state = nnx.data(state)
         return self._whole
 
-    def _carried(self, state, probe):
+    def _carried(self, state, probe, arrays=None):
+        """Returns a state at the new layouts.
+
+        If `arrays` is a list, the result has the variables of `state`, and the list gets each of
+        them that changes, with its new array.
+        """
+
         def carry(path, leaf):
+            if not isinstance(leaf, nnx.Variable):
+                return carry_array(path, leaf)
+            value = leaf.get_value()  # An array, or for `optax.sm3` a list of them.
+            new = tree_map_with_path(lambda keys, array: carry_array((*path, *keys), array), value)
+            if arrays is None:
+                return leaf.copy(new)
+            if any(a is not b for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(new))):
+                arrays.append((leaf, new))
+            return leaf
+
+        def carry_array(path, leaf):
             match = self._layer_of(path)
             if match is None or np.size(leaf) <= 1:  # A count, or a place holder.
                 return leaf
@@ -79,7 +104,8 @@ class CarriedState:
             axis = _block_axis(path, rest, leaf, change, probe)
             return leaf if axis is None else moved(leaf, change.sources, axis)
 
-        return self._renamed(tree_map_with_path(carry, state))
+        is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+        return self._renamed(tree_map_with_path(carry, state, is_leaf=is_variable))
 
     def _layer_of(self, path):
         """Returns (change, "values" or the mark, keys inside of its entry) of a leaf, or None."""
@@ -166,6 +192,8 @@ def _block_axis(path, rest, leaf, change, probe):
     if probe is not None and len(shape) != len(stored):
         layer = tuple(map(str, change.path))
         candidates = set()
+        # The state is made for layouts with one block less and one more: the axis whose size
+        # follows is that of blocks, even where another axis has the same size.
         for other in {max(1, blocks - 1), blocks + 1} - {blocks}:
             new = probe.shapes(layer, other).get(names_of(path), ())
             differ = [a for a, (m, n) in enumerate(zip(shape, new)) if m != n]

@@ -1,6 +1,13 @@
-"""Paths of modules and of leaves, as names."""
+"""Paths of modules and of leaves, as names; arrays without values."""
 
+import jax
 from jax.tree_util import GetAttrKey
+
+
+def without_values(tree: object) -> bool:
+    """Returns whether an array of a tree has no values: it is abstract, or traced by `jit`."""
+    kinds = jax.ShapeDtypeStruct | jax.core.Tracer
+    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(tree))
 
 
 def dotted(path: tuple) -> str:

@@ -12,22 +12,26 @@ from flax import nnx
 
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.layers.block_sparse_linear import filled_up
 from sparse_dataflow.layers.paths import dotted
 from sparse_dataflow.layers.registered import is_linear
 from sparse_dataflow.layers.replace import (
     Where,
     balanced_degree,
     block_sparse,
-    check_replaceable,
-    homes_of,
-    none_selected,
-    unshared,
+    kernel_of,
     with_dense_matrix,
     with_matrix,
 )
+from sparse_dataflow.layers.replaceable import (
+    check_replaceable,
+    mapped,
+    none_selected,
+    readers_of,
+)
 from sparse_dataflow.pruning import second_order
 from sparse_dataflow.pruning.groups import Groups
-from sparse_dataflow.pruning.moments import HELD_OUT, Moments
+from sparse_dataflow.pruning.moments import SplitMoments
 from sparse_dataflow.pruning.projection import Pruned, Target, prune
 from sparse_dataflow.pruning.rebuild import report
 from sparse_dataflow.pruning.result import PrunedModel
@@ -38,7 +42,7 @@ Call = Callable[[Any, Any], Any]
 
 def prune_linears(
     model: nnx.Module,
-    batches: Sequence[Any],
+    batches: Sequence[object],
     groups: Groups,
     density: float | None,
     rounds: int,
@@ -54,6 +58,8 @@ def prune_linears(
       UserError: see `sd.prune`.
     """
     targets = _targets(model, groups, density, rounds, where)
+    # Two models see each batch.  The inputs of the pruned one are what a layer will read; its
+    # outputs should be those of the model before.
     before, after = (_observed(model, targets) for _ in range(2))
     order = _calls(before, batches, call)
     if missing := sorted(set(targets) - set(order)):
@@ -64,19 +70,24 @@ def prune_linears(
     results: dict[str, Pruned] = {}
     biases: dict[str, np.ndarray | None] = {}
     for path, count in order.items():
-        moments = _moments(before, after, path, count, batches, call)
-        results[path], biases[path] = _pruned(path, after[1][path].linear, moments, targets[path])
+        target, full = targets[path]
+        moments = _moments(before, after, path, count, batches, call, full)
+        results[path], biases[path] = _pruned(path, after[1][path].linear, moments, target)
 
     def replace(path, node):
         if dotted(path) not in results:
             return node
         result, bias = results[dotted(path)], biases[dotted(path)]
+        mask = second_order.expanded(result.mask, groups)
+        rows, columns = result.kernel.shape
+        masks[dotted(path)] = kernel_of(node, mask[:rows, :columns])
         changed = with_matrix(node, lambda linear: _with_weights(linear, result, bias, groups))
         return changed if groups.is_square else with_dense_matrix(changed)
 
-    masks = {path: second_order.expanded(result.mask, groups) for path, result in results.items()}
+    masks: dict[str, np.ndarray] = {}
+    pruned = mapped(replace, model)
     errors = {path: result.error for path, result in results.items()}
-    return PrunedModel(unshared(nnx.recursive_map(replace, model), model), masks, errors)
+    return PrunedModel(pruned, {path: masks[path] for path in results}, errors)
 
 
 class _ReachedError(Exception):
@@ -103,23 +114,23 @@ class _Observed(nnx.Module):
         return self.linear(inputs, **options)
 
 
-def _targets(model, groups, density, rounds, where) -> dict[str, Target]:
-    """Returns path -> what is left of each selected linear."""
+def _targets(model, groups, density, rounds, where) -> dict[str, tuple[Target, tuple[int, int]]]:
+    """Returns path -> what is left of each selected linear, and its sides with filling."""
     names: list[str] = []
-    targets: dict[str, Target] = {}
-    homes = homes_of(model)
+    targets: dict[str, tuple[Target, tuple[int, int]]] = {}
+    readers = readers_of(model)
 
     def target(linear):
         shape = linear.in_features, linear.out_features
         if linear.kernel.ndim > 2:
             raise UserError("Its kernel is a stack over layers; legal: one kernel.")
-        groups.grid(shape)
         if not groups.is_square:
-            targets[names[-1]] = Target(groups, groups.count(shape, density), rounds)
+            targets[names[-1]] = Target(groups, groups.count(shape, density), rounds), shape
             return linear
         share = 0.5 if density is None else density
-        balanced_degree(shape, groups.rows, share)
-        targets[names[-1]] = Target.balanced(shape, groups.rows, share, rounds)
+        full = filled_up(shape, groups.rows, share)
+        balanced_degree(full, groups.rows, share)
+        targets[names[-1]] = Target.balanced(full, groups.rows, share, rounds), full
         return linear
 
     def check(path, node):
@@ -127,7 +138,7 @@ def _targets(model, groups, density, rounds, where) -> dict[str, Target]:
             names.append(dotted(path))
             if where is None or where(names[-1], node):
                 try:
-                    check_replaceable(node, homes)
+                    check_replaceable(node, readers)
                     with_matrix(node, target)
                 except UserError as error:
                     raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
@@ -146,7 +157,7 @@ def _observed(model, paths) -> tuple[nnx.Module, dict[str, _Observed]]:
         name = dotted(path)
         return with_matrix(node, lambda linear: _Observed(linear, name)) if name in paths else node
 
-    observed = unshared(nnx.recursive_map(wrap, model), model)
+    observed = mapped(wrap, model)
     observed.eval()
     modules = (module for _, module in nnx.iter_modules(observed))
     return observed, {each.path: each for each in modules if isinstance(each, _Observed)}
@@ -172,8 +183,11 @@ def _calls(observed, batches, call) -> dict[str, int]:
     return counts
 
 
-def _moments(before, after, path, count, batches, call) -> list[Moments]:
-    """Returns the moments of a linear over all batches: to fit, and held out."""
+def _moments(before, after, path, count, batches, call, full) -> SplitMoments:
+    """Returns the moments of a linear over all batches.
+
+    Features that fill up its sides to those of `full` are 0.
+    """
 
     def rows_of(model, batch):
         rows: list[jax.Array] = []
@@ -188,31 +202,31 @@ def _moments(before, after, path, count, batches, call) -> list[Moments]:
         return jnp.concatenate(rows)
 
     kernel = before[1][path].linear.kernel[...]
-    totals: list[Moments] = []
+    kernel = kernel.astype(jnp.float32)
+    totals = SplitMoments()
     for batch in batches:
-        wanted = rows_of(before[0], batch).astype(jnp.float32) @ kernel.astype(jnp.float32)
-        x = rows_of(after[0], batch)
-        cut = len(x) - len(x) // HELD_OUT
-        parts = [Moments.of(x[:cut], wanted[:cut]), Moments.of(x[cut:], wanted[cut:])]
-        totals = [a + b for a, b in zip(totals, parts)] if totals else parts
+        rows = rows_of(before[0], batch).astype(jnp.float32)
+        outputs = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
+        pairs = zip((rows_of(after[0], batch), outputs), full)
+        totals.add(*(jnp.pad(a, [(0, 0), (0, side - a.shape[1])]) for a, side in pairs))
     return totals
 
 
 def _pruned(path, linear, moments, target) -> tuple[Pruned, np.ndarray | None]:
     """Prunes a linear in place; returns the result, and the bias that goes with it."""
-    if not all(each.finite for each in moments):
+    fit, held_out = moments.read(linear.bias is not None)
+    if not (fit.finite and held_out.finite):
         raise UserError(
             f"{path} reads or gives activations that are not finite; legal: weights and batches "
             "with finite activations."
         )
     kernel = np.asarray(linear.kernel[...], np.float32)
-    mean_x, mean_y = (moments[0] + moments[1]).means
-    tokens = moments[0].tokens
-    if linear.bias is not None:
-        moments = [each.centred() for each in moments]
-    fit, held_out = moments
+    rows, columns = kernel.shape
+    kernel = np.pad(kernel, [(0, n) for n in np.subtract(fit.products.shape, kernel.shape)])
     result = prune(fit, held_out, kernel, target)
-    report(path, tokens, result)
+    report(path, fit.tokens, result)
+    result = result._replace(kernel=result.kernel[:rows, :columns])
+    mean_x, mean_y = moments.means[0][:rows], moments.means[1][:columns]
     linear.kernel[...] = jnp.asarray(result.kernel, linear.kernel.dtype)
     if linear.bias is None:
         return result, None

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction, _terms
 from sparse_dataflow.layers.libraries import library_reader
@@ -36,7 +35,6 @@ class _Registered:
 _registered: dict[type, _Registered] = {}
 
 
-@arguments.checked
 def register_linear(cls: type, *, read: Reader, write: Writer | None = None) -> None:
     """Makes `sd.sparsify` replace the modules of a class, which is a product with a kernel.
 
@@ -74,12 +72,12 @@ def register_linear(cls: type, *, read: Reader, write: Writer | None = None) -> 
     _registered[cls] = _Registered(read, write)
 
 
-def is_linear(module: Any) -> bool:
+def is_linear(module: object) -> bool:
     """Returns whether a module is a linear of flax, or of a registered class."""
     return isinstance(module, FLAX_LINEARS) or is_registered(module)
 
 
-def is_registered(module: Any) -> bool:
+def is_registered(module: object) -> bool:
     """Returns whether a module is of a registered class."""
     return _registration(type(module)) is not None
 
@@ -146,7 +144,7 @@ class _Shell:
         return hash(self.graph)
 
 
-def read_linear(module: Any) -> tuple[Contraction, nnx.Linear, tuple[str, str]]:
+def read_linear(module: object) -> tuple[Contraction, nnx.Linear, tuple[str, str]]:
     """Returns the contraction, the nnx.Linear and the attributes of a registered module.
 
     Raises:

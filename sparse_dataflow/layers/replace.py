@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layouts.evolution import largest_blocks
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.layouts.patterns import PATTERNS, make_layout
@@ -20,24 +19,27 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import folded, over_auto_axes, unfolded
 from sparse_dataflow.layers.block_arrays import cut_blocks, join_blocks, summed
 from sparse_dataflow.layers.block_sparse_linear import BlockSparseLinear, filled_up
-from sparse_dataflow.layers.dense_parameters import dense_classes, say_replaced
+from sparse_dataflow.layers.dense_parameters import say_replaced
 from sparse_dataflow.layers.general import (
     BlockSparseEinsum,
     BlockSparseGeneral,
     Contraction,
     module_like,
 )
-from sparse_dataflow.layers.paths import dotted, names_of
+from sparse_dataflow.layers.paths import dotted, names_of, without_values
 from sparse_dataflow.layers.registered import (
-    FLAX_LINEARS,
     BlockSparseRegistered,
     is_linear,
     is_registered,
     read_linear,
-    registration,
 )
-
-Model = TypeVar("Model", bound=nnx.Module)
+from sparse_dataflow.layers.replaceable import (
+    Model,
+    check_replaceable,
+    mapped,
+    none_selected,
+    readers_of,
+)
 
 Where = Callable[[str, Any], bool]
 """(path such as "layers.0.mlp", module) -> whether it is selected."""
@@ -45,10 +47,7 @@ Where = Callable[[str, Any], bool]
 MAGNITUDE = "magnitude"
 """The pattern of the largest blocks of the weights."""
 
-_KINDS = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum and classes of sd.register_linear"
 
-
-@arguments.checked
 def sparsify(
     model: Model,
     pattern: str = "random",
@@ -60,7 +59,8 @@ def sparsify(
 ) -> Model:
     """Returns the model with its `nnx.Linear`s replaced by `sd.BlockSparseLinear`s.
 
-    The model itself does not change, and shares no array with the result.  Types, metadata and
+    The model itself does not change, and shares no array with the result.  An abstract model of
+    `nnx.eval_shape` gives an abstract one.  Types, metadata and
     settings of the linears are kept.  `nnx.LinearGeneral`, as in `nnx.MultiHeadAttention`, an
     `nnx.Einsum` that is a product with one matrix, and classes of `sd.register_linear` are replaced
     too, and keep their axes.  A linear whose kernel has leading axes, as `nnx.vmap` makes for a
@@ -96,10 +96,15 @@ def sparsify(
         raise UserError(
             f"Pattern {pattern!r} is unknown; legal: {', '.join([MAGNITUDE, *sorted(PATTERNS)])}."
         )
+    if _is_abstract(model):
+        options: Any = dict(density=density, block=block, where=where, evolving=evolving)
+        return nnx.eval_shape(lambda model: sparsify(model, pattern, **options), model)
     names: list[str] = []
     selected: list[str] = []
+    # The number of a layer is the offset of its pattern, so that neighbours mix other features.
+    # It goes on where an earlier call ended.
     first = sum(isinstance(node, BlockSparseLinear) for _, node in nnx.iter_modules(model))
-    homes = homes_of(model)
+    readers = readers_of(model)
 
     def replace(path, node):
         if not is_linear(node):
@@ -109,22 +114,20 @@ def sparsify(
             return node
         selected.append(names[-1])
         try:
-            check_replaceable(node, homes)
+            check_replaceable(node, readers)
             number = first + len(selected) - 1
             settings = pattern, _density_of(density, names[-1]), block, evolving, number
             return with_matrix(node, lambda linear: _sparse(linear, *settings))
         except UserError as error:
             raise UserError(f"{names[-1]}: {error} Or leave it out with `where`.") from None
 
-    sparse = nnx.recursive_map(replace, model)
+    sparse = mapped(replace, model)
     if not selected:
         raise none_selected(model, names)
-    sparse = unshared(sparse, model)
     say_replaced(sparse, selected)
     return sparse
 
 
-@arguments.checked
 def densify(model: Model) -> Model:
     """Returns the model with its block-sparse linears replaced by the dense ones of flax.
 
@@ -142,14 +145,15 @@ def densify(model: Model) -> Model:
         (64, 128)
     """
     block_sparse_layers(model, None)
+    if _is_abstract(model):
+        return nnx.eval_shape(densify, model)
 
     def replace(path, node):  # A node follows its children.
         return _dense(node) if isinstance(node, BlockSparseLinear) else with_dense_matrix(node)
 
-    return unshared(nnx.recursive_map(replace, model), model)
+    return mapped(replace, model)
 
 
-@arguments.checked
 def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
     """Returns how the state of a model is sharded over a mesh: a `PartitionSpec` for each array.
 
@@ -184,6 +188,8 @@ def partition_specs(model: nnx.Module, mesh: Mesh, axis: str) -> nnx.State:
         raise UserError(f"The mesh has no axis {axis!r}; legal: {', '.join(mesh.shape)}.")
     size = mesh.shape[axis]
 
+    # The first axis that divides.  Of stored blocks that is never a side of a block: the search
+    # begins at the axis of blocks, and all devices keep whole blocks.
     def spec(first, shape):
         for position in range(first, len(shape)):
             if shape[position] % size == 0:
@@ -243,7 +249,15 @@ def with_matrix(node: Any, change: Callable[[nnx.Linear], Any]) -> Any:
     return kind(change(contraction.linear(node)), contraction, node)
 
 
-def with_dense_matrix(node: Any) -> Any:
+def kernel_of(node: object, matrix: object) -> Any:
+    """Returns an array of the matrix of a linear of any class in the axes of its kernel."""
+    if isinstance(node, nnx.Linear):
+        return matrix
+    is_known = not is_registered(node)
+    return (Contraction.of(node) if is_known else read_linear(node)[0]).to_kernel(matrix)
+
+
+def with_dense_matrix(node: object) -> Any:
     """Returns the module of its own class whose matrix is an nnx.Linear; others as they are."""
     if isinstance(node, BlockSparseRegistered):
         return node.dense()
@@ -252,67 +266,16 @@ def with_dense_matrix(node: Any) -> Any:
     return node
 
 
-def none_selected(model: nnx.Module, names: list[str]) -> UserError:
-    """Returns the error of a `where` that selects none of a model's linears."""
-    if names:
-        words = f"`where` selects no linear of the model; legal: {', '.join(names)}."
-    else:
-        words = f"The model has no linear; legal: {_KINDS}."
-    if classes := dense_classes(model):
-        kind, path = classes[0]
-        words += f" {path} is a {kind.__name__}; if that is a linear: {registration(kind)}."
-    return UserError(words)
-
-
 def balanced_degree(sides: tuple[int, int], block: int, density: float) -> int:
     """Returns the degree of a balanced layout (see `patterns`); UserError names legal values."""
     layout = make_layout("cyclic", *sides, block, density)
     return int(layout.fan_in[0]) * math.gcd(*layout.mask.shape) // layout.in_blocks
 
 
-def unshared(new: Model, model: Model) -> Model:
-    """Returns a model with variables of its own, and copies of the arrays of `model` that it has.
-
-    So training it, and donating its buffers, leaves `model` as it is.
-    """
-    old = {id(leaf) for leaf in jax.tree.leaves(nnx.state(model))}
-
-    def copy(leaf):
-        return jnp.copy(leaf) if id(leaf) in old and isinstance(leaf, jax.Array) else leaf
-
-    graph, state = nnx.split(new)
-    return nnx.merge(graph, jax.tree.map(copy, state))
-
-
-def homes_of(model: nnx.Module) -> dict[int, list[str]]:
-    """Returns id of a variable -> paths of the modules that have it."""
-    homes: dict[int, list[str]] = {}
-    for path, module in nnx.iter_modules(model):
-        for value in vars(module).values():
-            if isinstance(value, nnx.Variable):
-                homes.setdefault(id(value), []).append(dotted(path))
-    return homes
-
-
-def check_replaceable(node: Any, homes: Mapping[int, list[str]]) -> None:
-    """Raises UserError if a linear has something that its block-sparse layer would not have."""
-    if not is_registered(node):
-        if type(node) not in FLAX_LINEARS:
-            raise UserError(
-                f"{type(node).__name__} is a class of its own; legal: {_KINDS}, by "
-                f"{registration(type(node))}."
-            )
-        sizes: Any = ("ab,bc->ac", (1, 1)) if type(node) is nnx.Einsum else (1, 1)
-        plain = nnx.eval_shape(lambda: type(node)(*sizes, rngs=nnx.Rngs(0)))
-        if own := sorted(set(vars(node)) - set(vars(plain))):
-            raise UserError(f"It has attributes of its own: {', '.join(own)}; legal: none.")
-    for name, value in vars(node).items():
-        others = homes.get(id(value), [])
-        if len(others) > 1:
-            raise UserError(
-                f"Its {name} is a parameter of {' and '.join(sorted(others))} too; legal: of it "
-                "alone."
-            )
+def _is_abstract(model):
+    """Returns whether a model has shapes in place of arrays, as of `nnx.eval_shape`."""
+    leaves = jax.tree.leaves(nnx.state(model))
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def _density_of(density, path):
@@ -331,6 +294,11 @@ def _sparse(linear, pattern, density, block, evolving, number):
     full = filled_up(sides, block, density)
     dense = kernel.reshape(-1, *sides)
     if pattern == MAGNITUDE:
+        if without_values(kernel):
+            raise UserError(
+                "'magnitude' reads weights, which have no values in an abstract model or inside "
+                f"`jit`; legal there: {', '.join(sorted(PATTERNS))}."
+            )
         degree = balanced_degree(full, block, density)
         missing = [(0, most - side) for side, most in zip(sides, full)]
         norms = np.asarray(grid_norms(jnp.pad(dense, [(0, 0), *missing]), block))

@@ -1,5 +1,6 @@
 """Layouts of a model as arrays, which a checkpoint holds beside the state."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.axis_names import placed
@@ -16,7 +16,6 @@ from sparse_dataflow.layers.paths import dotted
 from sparse_dataflow.layers.replace import block_sparse_layers
 
 
-@arguments.checked
 def layouts(model: nnx.Module) -> dict[str, np.ndarray]:
     """Returns which blocks the layers of a model store, to save beside its state.
 
@@ -41,15 +40,15 @@ def layouts(model: nnx.Module) -> dict[str, np.ndarray]:
     }
 
 
-@arguments.checked
-def set_layouts(model: nnx.Module, layouts: Mapping[str, Any]) -> None:
+def set_layouts(model: nnx.Module, layouts: Mapping[str, object]) -> None:
     """Gives the layers of a model the layouts of `sd.layouts`, so that a state of them fits.
 
     A layer whose layout differs gets values of zero, until the state is restored into the model.
     Make the optimizer after this call.
 
     Args:
-      model: an nnx model with block-sparse linears, changed in place.
+      model: an nnx model with block-sparse linears, changed in place; also an abstract one of
+        `nnx.eval_shape`, into which the state is then restored.
       layouts: path of a layer -> bool [layouts, in_blocks, out_blocks].
 
     Raises:
@@ -72,28 +71,30 @@ def set_layouts(model: nnx.Module, layouts: Mapping[str, Any]) -> None:
             f"The layouts are of {', '.join(sorted(layouts))}; legal: {', '.join(sorted(layers))}."
         )
     new = {path: _read(path, layers[path], np.asarray(masks)) for path, masks in layouts.items()}
-    for path, each in new.items():
-        layer = layers[path]
-        if each == layer.layouts():
-            continue
-        values, (nnz,) = layer.values[...], {layout.nnz for layout in each}
-        shape = *values.shape[:-3], nnz, *values.shape[-2:]
-        if isinstance(values, jax.ShapeDtypeStruct):
-            layer.values.set_value(jax.ShapeDtypeStruct(shape, values.dtype))
-        else:
-            layer.values.set_value(placed(jnp.zeros(shape, values.dtype), values))
-        layer.set_layouts(each, layer.evolving)
+    changes = [_prepared(layers[path], each) for path, each in new.items()]
+    for apply in changes:
+        apply()
+
+
+def _prepared(layer, layouts):
+    """Returns the function that gives a layer layouts, and values of zero if they differ."""
+    values, (nnz,) = layer.values.get_value(), {layout.nnz for layout in layouts}
+    abstract = isinstance(values, jax.ShapeDtypeStruct)
+    if (layer.static_layout or not abstract) and layouts == layer.layouts():
+        return lambda: None
+    shape = *values.shape[:-3], nnz, *values.shape[-2:]
+    zeros: Any = (jax.ShapeDtypeStruct if abstract else jnp.zeros)(shape, values.dtype)
+    return layer.prepare_layouts(layouts, layer.evolving, placed(zeros, values))
 
 
 def _read(path, layer, masks):
     """Returns the layouts of masks, checked against a layer."""
-    before = layer.layouts()
-    grid = before[0].mask.shape
-    if masks.ndim != 3 or masks.shape[1:] != grid or len(masks) not in (1, len(before)):
-        raise UserError(
-            f"{path}: the layouts have shape {masks.shape}; legal: {(len(before), *grid)}."
-        )
-    read = [BlockLayout.from_mask(mask.astype(bool), before[0].block) for mask in masks]
+    layer.check_layout()
+    *stack, _, _, block = layer.values.shape
+    count, grid = math.prod(stack) if layer.evolving else 1, tuple(layer.stored_layout.grid[-2:])
+    if masks.ndim != 3 or masks.shape[1:] != grid or len(masks) not in (1, count):
+        raise UserError(f"{path}: the layouts have shape {masks.shape}; legal: {(count, *grid)}.")
+    read = [BlockLayout.from_mask(mask.astype(bool), block) for mask in masks]
     if len({layout.nnz for layout in read}) > 1:
         raise UserError(f"{path}: the layers of a stack would store unequal blocks.")
-    return read * (len(before) // len(read))
+    return read * (count // len(read))

@@ -40,6 +40,10 @@ _REQUIRED = {
 _OF_STEPS = ("train", "skipped")
 """Kinds of rows, one of which each step has."""
 _MAX_LINE_BYTES = 2**20  # Longer lines are read in pieces, none of which parses as a row.
+_MAX_BYTES, _MAX_ROWS = 2**30, 2**21
+"""Of a file: a run of a million steps has about 200 MB."""
+
+_MAX_DAMAGED = 1000
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -88,38 +92,44 @@ class MetricsReader:
             self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
             return
         with storage.open_regular(self._path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _MAX_BYTES:
+                raise UserError(f"{self._path} has {size:,} bytes; legal: {_MAX_BYTES:,}.")
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:
                 self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
                 file.seek(0)
-            lines = []
+            rows: dict[Any, dict[str, Any]] = {}
+            lines, end, last, damaged = self._lines, self._end, self._last, 0
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
                 if not ended and len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
                     break
-                lines.append(line)
+                lines, end, last = lines + 1, end + len(line), line
+                row = _parse_row(line) if line.strip() else {}
+                if row is None:
+                    damaged += 1
+                    words = "%s: line %d is damaged; skipped."
+                    logging.getLogger(__name__).warning(words, self._path, lines)
+                elif row:
+                    rows[(row.get("kind"), row["step"]) if "step" in row else lines] = row
+                if damaged > _MAX_DAMAGED or len(rows) + len(self._rows) > _MAX_ROWS:
+                    raise UserError(
+                        f"{self._path} is damaged: more than {_MAX_DAMAGED:,} of its lines are no "
+                        f"rows, or it has more than {_MAX_ROWS:,}."
+                    )
         # Nothing is kept of a reading that failed.
-        self._rows |= _parse_rows(self._path, enumerate(lines, start=self._lines + 1))
-        self._lines += len(lines)
-        self._end += sum(map(len, lines))
-        self._last = lines[-1] if lines else self._last
+        self._rows |= rows
+        self._lines, self._end, self._last = lines, end, last
 
 
-def _parse_rows(path, lines):
-    """Returns {(kind, step) or line number: row}."""
-    rows: dict[Any, dict[str, Any]] = {}
-    for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            row = json_files.parse(line)
-        except ValueError:
-            row = None
-        is_row = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
-        if not is_row or type(row.get("step", 0)) is not int:
-            logging.getLogger(__name__).warning("%s: line %d is damaged; skipped.", path, number)
-            continue
-        rows[(row.get("kind"), row["step"]) if "step" in row else number] = row
-    return rows
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row of a line; None for another text."""
+    try:
+        row = json_files.parse(line)
+    except ValueError:
+        return None
+    is_row = isinstance(row, dict) and isinstance(row.get("kind", ""), str)
+    return row if is_row and type(row.get("step", 0)) is int else None
 
 
 class MetricsWriter:
@@ -145,6 +155,7 @@ class MetricsWriter:
         step: int = 0,
         tracker_names: Sequence[str] = (TENSORBOARD,),
         config: Mapping[str, object] | None = None,
+        run_id: str = "",
     ):
         """Opens the files and the trackers.
 
@@ -153,6 +164,7 @@ class MetricsWriter:
           step: of the checkpoint that the training continues.
           tracker_names: see `tracker_names`.
           config: the `RunConfig` as JSON, for trackers.
+          run_id: of the run, for trackers.
         """
         self._folder = folder
         self._tensorboard = TENSORBOARD in tracker_names
@@ -174,9 +186,8 @@ class MetricsWriter:
         self._retried(storage.replace, self._path, "".join(lines).encode())
         if self._tensorboard:
             self._retried(self._open_events, step + 1)
-        run = TrackedRun(
-            folder, f"{folder.parent.name}/{folder.name}", step, redact_json(config or {})
-        )
+        name, facts = f"{folder.parent.name}/{folder.name}", redact_json(config or {})
+        run = TrackedRun(folder, name, step, facts, f"{run_id}-{folder.name}")
         for name in tracker_names:
             if name != TENSORBOARD:
                 self._trackers[name] = opened(name, run)

@@ -16,9 +16,9 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.mlp import activate
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -101,7 +101,7 @@ def section_seconds(
 
     targets = jnp.asarray(rng.integers(model.vocab_size, size=(B, T)), jnp.int32)
     weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
-    context = BatchContext(targets=targets, weights=weights)
+    context = BatchContext(targets=targets, token_weights=weights)
     embed_params, head_params = state.params["embed"], state.params["head"]
     layers = model.num_layers
     normed = dict(zip(model.qk_norms, (q, k))) if model.qk_norm else {}

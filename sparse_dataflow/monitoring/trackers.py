@@ -4,7 +4,6 @@ A tracker is any object with the methods of `Tracker`. The trackers of others ar
 they are named. An error of theirs ends their tracking and not the training.
 """
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -34,12 +33,14 @@ class TrackedRun:
       name: such as "my_run/sparse".
       step: the last step of an earlier start; 0 for a new run.
       config: the `RunConfig` as JSON; {} if unknown.
+      id: of the run and its variant, wherever the folder is.
     """
 
     folder: Path
     name: str
     step: int
     config: Mapping[str, Any]
+    id: str = ""
 
 
 class Tracker(Protocol):
@@ -112,7 +113,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,
-            id=_identity(run),
+            id=run.id,
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
@@ -150,16 +151,15 @@ class MLflow:
 
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient()
-        identity = _identity(run)
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(title)
         number = experiment.experiment_id if experiment else self._client.create_experiment(title)
-        same = self._client.search_runs([number], f"tags.sparse_dataflow = '{identity}'")
+        same = self._client.search_runs([number], f"tags.sparse_dataflow = '{run.id}'")
         if same:
             self._run_id = same[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        tags = {"sparse_dataflow": identity}
+        tags = {"sparse_dataflow": run.id}
         self._run_id = self._client.create_run(number, tags=tags, run_name=run.name).info.run_id
         for path, value in _flat(run.config):
             self._client.log_param(self._run_id, path, value)
@@ -226,10 +226,6 @@ def opened(name: str, run: TrackedRun) -> Tracker:
         return getattr(importlib.import_module(module), attribute)(run)
     except (Exception, SystemExit) as error:  # The code of others raises any error.
         raise UserError(f"The tracker {name} cannot start ({first_line(error)}).") from error
-
-
-def _identity(run: TrackedRun) -> str:
-    return hashlib.sha256(os.fsencode(run.folder.resolve())).hexdigest()[:16]
 
 
 def _flat(config):

@@ -1,10 +1,10 @@
 """Pipeline execution: micro-batches stream through stages that hold some blocks each.
 
-All stages run one program: a loop over the ticks of a schedule (`schedules`). In a tick, a stage
+All stages run one program: a loop over the ticks of a table (`action_tables`). In a tick, a stage
 receives from its neighbours and does one action: F, the forward pass of a virtual stage; R, its
 recomputation under remat=full; B, the gradient of its input; W, that of its weights (see
-`layer_actions`). Values that later ticks need lie in buffers with the schedule's number of slots,
-so memory follows the schedule and not the number of micro-batches.
+`layer_actions`). Values that later ticks need lie in buffers with the table's number of slots,
+so memory follows the table and not the number of micro-batches.
 
 The F of the first virtual stage embeds tokens, and its B adds the embedding's gradient. The F of
 the last one runs the head and writes the gradient of the loss to the buffer that its B reads.
@@ -23,10 +23,10 @@ from jax.typing import ArrayLike
 from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.model.batch_context import BatchContext
+from sparse_dataflow.pipeline.action_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Table
 from sparse_dataflow.pipeline.layer_actions import LayerActions, layer_actions
-from sparse_dataflow.pipeline.schedule_slots import Slots, allocate
-from sparse_dataflow.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Schedule
 from sparse_dataflow.pipeline.stages import Division, Kind
+from sparse_dataflow.pipeline.table_slots import Slots, allocate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,20 +35,20 @@ class Plan:
 
     Attributes:
       division: assignment of blocks to stages.
-      schedule: action of each stage and tick.
-      slots: buffer slots of the schedule.
+      table: action of each stage and tick.
+      slots: buffer slots of the table.
     """
 
     division: Division
-    schedule: Schedule
+    table: Table
     slots: Slots
 
 
-def make_plan(division: Division, schedule: Schedule) -> Plan:
-    """Creates the plan of a division and a schedule with equal stages and chunks."""
-    if (division.stages, division.chunks) != (schedule.stages, schedule.chunks):
-        raise ValueError("The division and the schedule differ in stages or chunks.")
-    return Plan(division, schedule, allocate(schedule))
+def make_plan(division: Division, table: Table) -> Plan:
+    """Creates the plan of a division and a table with equal stages and chunks."""
+    if (division.stages, division.chunks) != (table.stages, table.chunks):
+        raise ValueError("The division and the table differ in stages or chunks.")
+    return Plan(division, table, allocate(table))
 
 
 BLOCKS = {
@@ -75,17 +75,17 @@ def trip_counts(plan: Plan, places: np.ndarray | None = None) -> dict[str, float
       plan: assignment of work to stages and ticks.
       places: as in `Work`.
     """
-    schedule, layers = plan.schedule, plan.division.chunk_layers
-    counts = dict.fromkeys((EMBED, HEAD, EMBEDDING), float(schedule.micro_batches))
-    stages = np.arange(schedule.stages)[:, None]
+    table, layers = plan.table, plan.division.chunk_layers
+    counts = dict.fromkeys((EMBED, HEAD, EMBEDDING), float(table.micro_batches))
+    stages = np.arange(table.stages)[:, None]
     for action, name in BLOCKS.items():
-        blocks = np.where(schedule.action == action, layers[stages, schedule.chunk], 0)
+        blocks = np.where(table.action == action, layers[stages, table.chunk], 0)
         counts[name] = float(blocks.sum(axis=1).max())
         kinds: Any = () if places is None else places[..., 0]
         for kind in np.unique(kinds).tolist():
             is_block = np.arange(plan.division.capacity) < layers[..., None]
             kind_counts = (is_block & (kinds == kind)).sum(axis=-1)
-            blocks = np.where(schedule.action == action, kind_counts[stages, schedule.chunk], 0)
+            blocks = np.where(table.action == action, kind_counts[stages, table.chunk], 0)
             counts[_scope(action, kind)] = float(blocks.sum(axis=1).max())
     for name in ("activation", "gradient"):
         arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
@@ -133,32 +133,32 @@ class _State(NamedTuple):
     pending: Any
     activation: Any
     gradient: Any
-    sent_forward: Any
-    sent_backward: Any
+    sent_forward: jax.Array
+    sent_backward: jax.Array
 
 
 class Row(NamedTuple):
     """One stage's table entry of one tick, int32 [] each; see `Schedule` and `Slots`."""
 
-    action: Any
-    micro_batch: Any
-    chunk: Any
-    saved: Any
-    recomputed: Any
-    pending: Any
-    activation: Any
-    gradient: Any
-    activation_arrives: Any
-    gradient_arrives: Any
-    any_activation_arrives: Any
-    any_gradient_arrives: Any
+    action: jax.Array
+    micro_batch: jax.Array
+    chunk: jax.Array
+    saved: jax.Array
+    recomputed: jax.Array
+    pending: jax.Array
+    activation: jax.Array
+    gradient: jax.Array
+    activation_arrives: jax.Array
+    gradient_arrives: jax.Array
+    any_activation_arrives: jax.Array
+    any_gradient_arrives: jax.Array
 
 
 def rows(plan: Plan) -> np.ndarray:
     """Returns the plan as int32 [stages, ticks, fields of `Row`]."""
     columns = []
     for name in Row._fields:
-        source = plan.schedule if hasattr(plan.schedule, name) else plan.slots
+        source = plan.table if hasattr(plan.table, name) else plan.slots
         column = getattr(source, name.removeprefix("any_"))
         if name.startswith("any_"):
             column = np.broadcast_to((column >= 0).any(axis=0), column.shape)
@@ -176,7 +176,7 @@ def run_stage(plan: Plan, table: jax.Array, work: Work):
 
     Returns:
       (metrics of the blocks [chunks * capacity, ...], metrics of the head, gradients in
-      work.params), float32, this stage's share of each. Gradients are zeros if the schedule has no
+      work.params), float32, this stage's share of each. Gradients are zeros if the table has no
       backward actions.
     """
     stage = _Stage(plan, work)
@@ -187,10 +187,12 @@ def run_stage(plan: Plan, table: jax.Array, work: Work):
         WEIGHTS: stage.weights,
     }
 
+    # One program for all stages: the row says what this stage does in this tick, and an action that
+    # it does not do has loops of zero iterations.
     def tick(state, row):
         row = Row(*row)
         state = stage.receive(state, row)
-        for action in plan.schedule.actions:
+        for action in plan.table.actions:
             state = run[action](state, row)
         return state, None
 
@@ -210,7 +212,7 @@ class _Stage:
         self.plan, self.work, self.stage = plan, work, lax.axis_index("stage")
         self.layers = jnp.asarray(plan.division.chunk_layers)[self.stage]
         self.places: Any = None if work.places is None else jnp.asarray(work.places)[self.stage]
-        self.trains = BACKWARD in plan.schedule.actions
+        self.trains = BACKWARD in plan.table.actions
         groups = split_groups(work.params["blocks"])
         none: tuple[dict, ...] = ({},) * len(groups)
         self.groups = list(zip(groups, split_groups(work.rest or none), strict=True))
@@ -258,7 +260,7 @@ class _Stage:
 
     def receive(self, state, row):
         """Receives from the neighbours; ticks without arrivals send nothing."""
-        stages = self.plan.schedule.stages
+        stages = self.plan.table.stages
         slots = self.plan.slots
 
         def exchange(name, sent, step):
@@ -328,7 +330,7 @@ class _Stage:
     def embed_or_read(self, state, row):
         """Returns the input of the row's forward."""
         embed = lambda: self.embed(self.work.params["embed"], row.micro_batch)  # noqa: E731
-        if self.plan.schedule.virtual_stages == 1:
+        if self.plan.table.virtual_stages == 1:
             return embed()
         read = lambda: _read(state.activation, row.activation)  # noqa: E731
         with jax.named_scope(EMBED):
@@ -418,9 +420,9 @@ class _Stage:
         """
         if virtual_stage is None:
             return jnp.where(row.action == action, self.layers[row.chunk], 0)
-        schedule = self.plan.schedule
-        current = row.chunk * schedule.stages + self.stage
-        runs = (row.action == action) & (current == virtual_stage % schedule.virtual_stages)
+        table = self.plan.table
+        current = row.chunk * table.stages + self.stage
+        runs = (row.action == action) & (current == virtual_stage % table.virtual_stages)
         return runs.astype(jnp.int32)
 
     def block_index(self, row, number):
@@ -502,6 +504,7 @@ def _places(shared, leaves):
 
 def _loop(scope, trips, body, carry):
     """Runs a loop with a traced trip count, in the named scope that `trip_counts` uses."""
+    # No `while` of a condition: the compiler's report finds a loop's length by its scope.
     with jax.named_scope(scope):
         return lax.fori_loop(0, trips, body, carry)
 

@@ -30,11 +30,11 @@ from sparse_dataflow.core.executors.sharded import (
     norm_specs,
 )
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import BatchContext
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights, probe
 from sparse_dataflow.core.model.stacks import layouts_by_name, map_placed_layouts, split_layouts
-from sparse_dataflow.pipeline import pipeline, schedules
+from sparse_dataflow.pipeline import action_tables, pipeline
 from sparse_dataflow.pipeline.stages import (
     Division,
     Kind,
@@ -59,7 +59,7 @@ class Pipelined(Sharded):
 
     Attributes:
       division: assignment of the model's blocks to the mesh's stages.
-      schedule: name in `schedules.SCHEDULES`.
+      schedule: name of the table's rule, in `action_tables.RULES`.
     """
 
     division: Division
@@ -70,7 +70,7 @@ class Pipelined(Sharded):
         return tuple(dict.fromkeys((*super().parallelisms, compatibility.STAGE.words)))
 
     def describe(self):
-        schedule = schedules.format_schedule(self.schedule, self.division.chunks)
+        schedule = action_tables.format_rule(self.schedule, self.division.chunks)
         return f"{super().describe()} --executor=pipeline --set parallel.schedule={schedule}"
 
     def check(self, model, training):
@@ -82,13 +82,13 @@ class Pipelined(Sharded):
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
         stages, chunks = self.division.stages, self.division.chunks
-        schedule = schedules.forward_only(stages, micro_batches, chunks)
+        table = action_tables.forward_only(stages, micro_batches, chunks)
         rank, specs, _ = self._rank(model, weights)
-        plan = pipeline.make_plan(self.division, schedule)
+        plan = pipeline.make_plan(self.division, table)
 
         def block(layer_config, params, rest, x, context):
             layer = layer_weights(layer_config, merged(params, rest))
-            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend), {}
+            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend)[0], {}
 
         def local(table, weights, batch):
             split_batch = whole.micro_batches(model, batch, micro_batches, rank)
@@ -107,19 +107,23 @@ class Pipelined(Sharded):
 
         def block(layer_config, params, rest, x, context):
             layer = layer_weights(layer_config, merged(params, rest))
-            return gpt.trained_block(layer_config, layer, x, context, rank.shard, rank.attend)
+            x, metrics = gpt.block(layer_config, layer, x, context, rank.shard, rank.attend)
+            x = gpt.with_auxiliary_losses(layer_config, x, metrics, context, rank.shard)
+            return x, metrics
 
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
         def local(table, weights, batch):
-            padded = batch.weights is not None
-            batch = whole.with_weights(batch, rank.batch_shards)
+            padded = batch.token_weights is not None
+            batch = whole.with_token_weights(batch, rank.batch_shards)
             split_batch = whole.micro_batches(model, batch, micro_batches, rank, padded)
             work = self._work(model, rank, weights, specs, block, split_batch)
             block_metrics, head_metrics, gradients = pipeline.run_stage(plan, table[0], work)
             block_metrics = step_metrics.over_devices(block_metrics, axes_of_a_stage)
             head_metrics = step_metrics.over_devices(head_metrics, EVERY_AXIS)
             on_all = {"embed", "head", *(("blocks",) if model.shared_layers else ())}
+            # Every stage holds these, and one of them has computed their gradient: the others add
+            # zeros.
             summed = lax.psum({name: gradients[name] for name in on_all}, "stage")
             gradients = {name: (gradients | summed)[name] for name in specs.params}
             gradients = jax.tree.map(collect, gradients, specs.params, gathered, gradient_specs)
@@ -149,10 +153,10 @@ class Pipelined(Sharded):
         def probed(layer_config, norms, rest, x, context):
             probes = {name: probe(name, each, summed, rank.shard) for name, each in norms.items()}
             layer = layer_weights(layer_config, merged(probes, rest))
-            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend), {}
+            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend)[0], {}
 
         def local(table, weights, tokens):
-            batch = whole.with_weights(whole.Batch(tokens), shards)
+            batch = whole.with_token_weights(whole.Batch(tokens), shards)
             split_batch = whole.micro_batches(model, batch, 1, rank)
             work = self._work(model, rank, weights, specs, probed, split_batch)
             norms = [
@@ -183,8 +187,8 @@ class Pipelined(Sharded):
     def _plan(self, model, micro_batches, name=None):
         stages, chunks = self.division.stages, self.division.chunks
         recompute = "full" in remat.kinds(model.remat, model.num_layers)
-        schedule = schedules.make(name or self.schedule, stages, micro_batches, chunks, recompute)
-        return pipeline.make_plan(self.division, schedule)
+        table = action_tables.make(name or self.schedule, stages, micro_batches, chunks, recompute)
+        return pipeline.make_plan(self.division, table)
 
     def _gathered(self, model, params, specs):
         specs = sharding.gathered_specs(specs, self.exchange)
@@ -322,7 +326,7 @@ def executor_over(
     Args:
       mesh: with all of `mesh.AXES`.
       zero: see `sharding.ZERO`.
-      schedule: pipeline schedule, as for `schedules.parse`.
+      schedule: rule of the pipeline's table, as for `action_tables.parse`.
       exchange: see `Sharded`.
       sub_batches: see `Sharded`.
 
@@ -331,6 +335,6 @@ def executor_over(
     """
     if mesh.shape["stage"] == 1:
         return Sharded(mesh, zero, exchange, sub_batches)
-    name, chunks = schedules.parse(schedule)
+    name, chunks = action_tables.parse(schedule)
     division = divide(num_layers, mesh.shape["stage"], chunks)
     return Pipelined(mesh, zero, exchange, sub_batches, division=division, schedule=name)

@@ -77,6 +77,7 @@ def divide(num_layers: int, stages: int, chunks: int = 1) -> Division:
 
 def part(division: Division, layers: range) -> Division:
     """Returns the division of some of the model's blocks, each of which stays at its stage."""
+    # What both ranges have together, for each stage.
     ends = np.cumsum((0, *division.layers))
     counts = (
         max(0, min(stop, layers.stop) - max(start, layers.start))
@@ -127,7 +128,7 @@ def block_places(division: Division, kinds: Sequence[int], groups: Sequence[rang
     return places
 
 
-def to_stages(division: Division, blocks: Any) -> Any:
+def to_stages(division: Division, blocks: object) -> Any:
     """Reorders leaves [num_layers, ...] to [stages * chunks * capacity, ...], stage by stage.
 
     Padding entries are copies of the first block; nothing reads them.
@@ -138,7 +139,7 @@ def to_stages(division: Division, blocks: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[indices], blocks)
 
 
-def from_stages(division: Division, blocks: Any) -> Any:
+def from_stages(division: Division, blocks: object) -> Any:
     """Inverts `to_stages`."""
     if division.in_order:
         return blocks

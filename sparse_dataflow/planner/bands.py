@@ -132,14 +132,20 @@ def _has_runs(chip):
     return any(chip.name in each.runs for each in BANDS.values())
 
 
-def log_error(models: Sequence[ModelConfig], chip: Chip) -> float:
+def log_error(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> float:
     """Returns the relative error of a predicted step time, in log seconds.
 
-    It is OTHER_SOFTWARE, which this project is, wider by UNKNOWN where no fitted run has such
-    weights, and again where none is on such chips.
+    It is that of software without a fitted run, which this project is, wider by UNKNOWN where no
+    fitted run has such weights, and again where none is on such chips.
     """
     unknown = bool(_unfitted(models)) + (not _has_runs(chip))
-    return math.hypot(OTHER_SOFTWARE, *[UNKNOWN] * unknown)
+    return math.hypot(_other_software(models, sequence, chip), *[UNKNOWN] * unknown)
+
+
+def _other_software(models, sequence, chip):
+    """Returns the error of software without a fitted run: never less than that of one with runs."""
+    match = BANDS.get(_domain(models, sequence, chip))
+    return max(OTHER_SOFTWARE, match.error if match and chip.name in match.runs else 0.0)
 
 
 def tie_width(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> float:
@@ -171,11 +177,17 @@ def words(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> str:
         )
     count = match.runs[chip.name]
     runs = f"{count} published run{'s' if count > 1 else ''}"
-    factor = math.exp(OTHER_SOFTWARE)
+    factor = math.exp(_other_software(models, sequence, chip))
+    # Of a wide band, the log is no percentage: 0.67 is 49% less, or 95% more.
+    error = f"±{match.error:.0%}" if match.error < OTHER_SOFTWARE else _factor(match.error)
     return (
-        f"±{match.error:.0%}, like {runs} of this kind on {chip.name} ({key}), in their software; "
+        f"{error}, like {runs} of this kind on {chip.name} ({key}), in their software; "
         f"within a factor of {factor:.2f} in other software"
     )
+
+
+def _factor(error):
+    return f"within a factor of {math.exp(error):.2f}"
 
 
 def decisions(priced: Priced) -> tuple[np.ndarray, dict[str, tuple]]:

@@ -2,7 +2,7 @@
 
 A dense model has the loss of Chinchilla's law as fitted again by Besiroglu and others (arXiv
 2404.10102).  A block-sparse model has the loss of a dense one with more parameters than it stores,
-by this project's own law (docs/quality.md, `experiments.sparse_scaling_law`).
+by this project's own law (docs/evidence/quality.md, `experiments.sparse_scaling_law`).
 """
 
 import dataclasses

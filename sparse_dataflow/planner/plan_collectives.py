@@ -16,8 +16,8 @@ from sparse_dataflow.planner.parallel_plan import RECOMPUTED, ParallelPlan
 FEATURE_OVERLAP = 1 / 8
 """Largest fraction of the collectives of a block that overlaps with products on the axes "feature"
 and "tensor": compiled programs for H100 and v5e schedule an eighth of the bytes while products run
-(`tests/compile/overlaps.py`; docs/devices.md).  The fitted fraction comes from runs without
-that axis.
+(`tests/compile/overlaps.py`; docs/evidence/devices.md).  The fitted fraction comes from runs
+without that axis.
 """
 
 
@@ -86,6 +86,7 @@ def context_seconds(config, tokens, plan, network, efficiency, attention, factor
         forward, backward = (
             collectives.send_seconds(n * size, inside, network, efficiency) for n in (1, 2)
         )
+        # In a ring the next keys travel while attention reads those that are here.
         waits = np.maximum(forward - part, 0) + np.maximum(backward - (factor - 1) * part, 0)
         return (context - 1) * waits
     near = np.clip(island // shared, 1, context)

@@ -350,6 +350,8 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
     block_buffers = block_buffers + _whole_inputs(config, plan)
     block_buffers = block_buffers + np.where(context > 1, context * keys_values, 0)
     passed_on = 2 * gathered + products + heads + 4 * residual + 2 * norm
+    # `saved` waits from the forward to the backward pass of a micro-batch, of which many are in
+    # flight.  `recomputed` and `passed_on` exist for the few in their backward pass.
     saved, recomputed = residual, 0.0 * residual
     if config.remat == "full":
         recomputed = block_buffers + 6 * norm
@@ -359,6 +361,7 @@ def pipeline_bytes(config: ModelConfig, plan: ParallelPlan, expert_rows=None):
     else:
         saved = block_buffers + 2 * residual
     layers = plan.stage_layers(config)
+    # zero_bubble postpones weight gradients, and keeps their operands until then.
     deferred = np.where(
         plan.schedule == "zero_bubble", np.minimum(plan.stage, plan.accumulation), 1
     )

@@ -110,6 +110,7 @@ def choose(costs: Sequence[BlockCosts], limit: float, host_limit: float = math.i
         offloaded = pattern.count("offload") * repeats
         offloaded = offloaded + (tail == "offload") * (layers - len(pattern) * repeats)
         possible = offloaded * max(c.offloaded for c in costs) <= host_limit
+        # For the message, if no plan fits.
         least = min(least, np.min(device[possible], initial=math.inf))
         fits = possible & (device <= limit)
         if not fits.any():

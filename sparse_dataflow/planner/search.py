@@ -425,10 +425,12 @@ def nearest_batch(priced: Priced, possible: np.ndarray, micro_batches: int = 1) 
 
 
 def _uneven(config, sequence, tensor):
-    """Returns whether tensor parallelism does not divide the heads, the tokens or the blocks."""
+    """Returns whether tensor parallelism does not divide the heads, the tokens or the blocks, or
+    a kind of weight does not offer it."""
     copies = key_value_copies(config, tensor)
     heads = (config.num_heads % tensor != 0) | (config.kv_heads * copies % tensor != 0)
-    return heads | (sequence % tensor != 0) | _uneven_blocks(config, tensor)
+    whole = (tensor > 1) & config.lacks("tensor_axis")
+    return heads | whole | (sequence % tensor != 0) | _uneven_blocks(config, tensor)
 
 
 def _uneven_blocks(config, tensor):

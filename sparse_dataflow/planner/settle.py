@@ -149,6 +149,7 @@ def settle(
     if _may_pipeline(config, machine):
         with contextlib.suppress(UserError):
             pipeline = _fastest(config, models_of, machine, check, staged=True)
+            # By more than the error between both kinds of plans: a tie goes to the simpler one.
             if best is None or _clearly_faster(pipeline, best):
                 return pipeline
     if best is None:

@@ -91,6 +91,8 @@ def _advice(config, models_of, machine) -> str:
         )
         if before != after
     ]
+    # From what changes least: settings that the planner may choose, then the precision of the
+    # state, then the twin.
     for words, other in (
         ([], open_config),
         (["--set training.state_dtype=bfloat16"], _changed(open_config, state_dtype="bfloat16")),

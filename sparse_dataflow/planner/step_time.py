@@ -222,6 +222,8 @@ def step_time(
     terms = {name: seconds * (layers * plan.accumulation) for name, seconds in block.items()}
     head = _head_seconds(config, plan, 3 * sections["head"].seconds, layer)
     terms["head"] = head * plan.accumulation
+    # A stage idles for (stages - 1) times the work of a micro-batch, times the share of its
+    # schedule, and chunks divide that.
     bubble = BUBBLES[plan.schedule] * (np.asarray(plan.stage) - 1) / plan.chunks
     terms["bubble"] = bubble * (layers * layer)
     dtype_bytes = DTYPE_BYTES[config.compute_dtype]
@@ -242,6 +244,7 @@ def step_time(
     if plan.optimizer == "muon" and "optimizer" not in rates:
         seconds = _orthogonalization_seconds(config, plan, chip, efficiency)
         terms["optimizer"] = terms["optimizer"] + seconds / shards
+    # Chips wait for the slowest one: a step grows by a share with each doubling of the islands.
     islands = np.maximum(np.asarray(plan.chips) / (plan.island or network.island), 1)
     terms["waits"] = efficiency.waits * np.log2(islands) * sum(terms.values())
     return StepTime(terms, sections)

@@ -1,7 +1,6 @@
 """Inputs of the projections of a block, observed while the block runs."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -15,7 +14,7 @@ Observe = Callable[[str, jax.Array, Linear], tuple[jax.Array, Linear]]
 
 
 def observed_block(
-    model: ModelConfig, weights: dict, x_BxTxD: jax.Array, observe: Observe, **block: Any
+    model: ModelConfig, weights: dict, x_BxTxD: jax.Array, observe: Observe, **block: object
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Applies a block and observes the inputs of its projections, except experts.
 

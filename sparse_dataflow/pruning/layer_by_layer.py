@@ -3,7 +3,7 @@
 The outputs that a projection shall give are those of the dense model.  A projection that adds to
 the residual stream shall give the stream of the dense model, so it makes up for earlier errors too.
 One layer is on the device at a time.  The host holds this layer, the moments of the projections
-that read the same inputs, and the residual streams of both models.
+that read the same inputs, and the residual streams of both models with what attention made of them.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.weight import Linear
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pruning.inputs import observed_block
-from sparse_dataflow.pruning.moments import HELD_OUT, Moments, batch_sums
+from sparse_dataflow.pruning.moments import Moments, SplitMoments
 
 
 class Site(NamedTuple):
@@ -128,25 +128,54 @@ def pruned_layers(
     enter = jax.jit(gpt.embed, static_argnums=0)
     streams = [np.asarray(enter(dense, embed, jnp.asarray(tokens))) for tokens in batches]
     del embed
-    _refuse_not_finite(dense, weights, model, list(streams))
+    _refuse_not_finite(dense, weights, model, streams)
+    # Each layer is fitted to what it will read: the stream through the layers that are pruned
+    # already. The other stream has the outputs that it should give.
     pruned_streams = list(streams)
     for number in range(model.num_layers):
         config, before = layer_model(dense, number), _dense_layer(model, weights.layer(number))
+        both = _Tokens(config, streams), _Tokens(config, pruned_streams)
+        # A stopped pruning goes on here: finished layers are read, and both streams pass through
+        # them.
         if (earlier := restored(number)) is not None:
-            after_config, after = layer_model(_exact(earlier[0]), number), _dense_layer(*earlier)
+            after = _dense_layer(*earlier)
+            both[1].config = layer_model(_exact(earlier[0]), number)
         else:
-            after_config = config
             after = jax.tree.map(rounded, before)
             for stage in stages(config.projections):
                 if chosen := [name for name in stage if name in names]:
-                    results = _pruned_stage(
-                        config, number, before, after, (streams, pruned_streams), chosen, prune
-                    )
+                    results = _pruned_stage(config, number, before, after, both, chosen, prune)
                     after |= jax.tree.map(rounded, results)
             yield number, after
         if number + 1 < model.num_layers:
-            _advance(config, before, streams)
-            _advance(after_config, after, pruned_streams)
+            for tokens, layer in zip(both, (before, after)):
+                tokens.advance(layer)
+
+
+class _Tokens:
+    """The tokens of all batches in a layer of one model, on the host, from the residual stream
+    [B, T, D] of each batch before the layer."""
+
+    def __init__(self, config: ModelConfig, streams: list):
+        self.config, self.streams = config, streams
+        self._attended: list = []
+
+    def attended(self, layer: dict) -> list:
+        """Returns the inputs [B, T, in] of attn_out, which are computed once: the projections
+        before it have their weights."""
+        if not self._attended:
+            device = jax.tree.map(jnp.asarray, layer)
+            streams = map(jnp.asarray, self.streams)
+            self._attended = [np.asarray(_attended(self.config, device, x)) for x in streams]
+        return self._attended
+
+    def advance(self, layer: dict) -> None:
+        """Replaces the streams before the layer by those after it, one by one."""
+        device = jax.tree.map(jnp.asarray, layer)
+        attended = self._attended or [None] * len(self.streams)
+        for number, pair in enumerate(zip(self.streams, attended)):
+            x, y = jax.tree.map(jnp.asarray, pair)
+            self.streams[number] = np.asarray(_layer(self.config, device, x, y))
 
 
 def _exact(model):
@@ -162,31 +191,40 @@ def _dense_layer(model, params):
 
 
 def _refuse_not_finite(dense, weights, model, streams):
-    """Raises UserError if the model gives values that are not finite, before anything is pruned."""
+    """Raises UserError if the model gives values that are not finite, before anything is pruned;
+    layers read the first batch alone, as moments show those of other batches."""
 
-    def check(name):
+    def check(name, streams):
         if not all(np.isfinite(stream).all() for stream in streams):
             raise UserError(
                 f"{name} gives activations that are not finite; legal: weights and calibration "
                 "tokens with finite activations."
             )
 
-    check("embed")
+    check("embed", streams)
+    first = list(streams[:1])
     for number in range(model.num_layers):
-        _advance(layer_model(dense, number), _dense_layer(model, weights.layer(number)), streams)
-        check(f"layer {number + 1}")
-
-
-def _advance(config, layer, streams):
-    """Replaces the streams before a layer by those after it, one by one."""
-    device = jax.tree.map(jnp.asarray, layer)
-    for number, stream in enumerate(streams):
-        streams[number] = np.asarray(_layer(config, device, jnp.asarray(stream)))
+        layer = _dense_layer(model, weights.layer(number))
+        _Tokens(layer_model(dense, number), first).advance(layer)
+        check(f"layer {number + 1}", first)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _layer(config, layer, x):
-    return gpt.bind_block(config, layer)(x)
+def _layer(config, layer, x, attended):
+    return gpt.bind_block(config, layer)(x, **_attend(attended))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _attended(config, layer, x):
+    _, observations = observed_block(config, layer, x, lambda _, read, linear: (read, linear))
+    return observations["attn_out"]
+
+
+def _attend(attended):
+    """Returns the arguments of a block whose attention gives [B, T, in] again; none for None."""
+    if attended is None:
+        return {}
+    return {"attend": lambda q, *_, **__: attended.reshape(*q.shape[:3], -1)}
 
 
 def stages(projections: Sequence[str]) -> list[tuple[str, ...]]:
@@ -204,55 +242,49 @@ def _dense(value):
     return Linear(Dense(np.asarray(value.weight.dense(), np.float32)), bias)
 
 
-def _pruned_stage(config, layer, before, after, streams, names, prune):
+def _pruned_stage(config, number, before, after, both, names, prune):
     """Returns name -> pruned projection of some projections that read the same inputs."""
-    totals: list[Moments] = []
+    totals = SplitMoments()
     device = jax.tree.map(jnp.asarray, (before, after))
-    for pair in zip(*streams):
-        for index, moments in enumerate(_moments(config, tuple(names), *device, *pair)):
-            if index == len(totals):
-                totals.append(moments)
-            else:
-                totals[index] += moments
+    arrays = [tokens.streams for tokens in both]
+    # All of these read what attention gave, which is computed once for them.
+    if names[0] in ("attn_out", *MLP):
+        arrays += [tokens.attended(layer) for tokens, layer in zip(both, (before, after))]
+    for batch in zip(*arrays):
+        totals.add(*_read(config, tuple(names), *device, *map(jnp.asarray, batch)))
     del device
-    fit, held_out = totals
+    mean_x, mean_outputs = totals.means
+    kinds = {before[name].bias is not None for name in names}
+    read = {has_bias: totals.read(has_bias) for has_bias in kinds}
+    del totals
     results, start = {}, 0
     for name in names:
         linear = before[name]
         kernel = linear.weight.kernel
         columns = slice(start, start + kernel.shape[1])
         start = columns.stop
-        moments = [each.outputs(columns) for each in (fit, held_out)]
+        moments = [each.outputs(columns) for each in read[linear.bias is not None]]
         if not all(each.finite for each in moments):
             raise UserError(
-                f"layer {layer + 1}, {name} reads or gives activations that are not finite; legal: "
-                "weights and calibration tokens with finite activations."
+                f"layer {number + 1}, {name} reads or gives activations that are not finite; "
+                "legal: weights and calibration tokens with finite activations."
             )
-        mean_x, mean_y = (moments[0] + moments[1]).means
-        if linear.bias is not None:
-            moments = [each.centred() for each in moments]
-        kernel = prune(Site(name, layer, kernel, *moments)).astype(np.float32)
+        kernel = prune(Site(name, number, kernel, *moments)).astype(np.float32)
         bias = linear.bias
         if bias is not None:
-            bias = (bias + mean_y - mean_x @ kernel).astype(np.float32)
+            # The mean of what the pruned inputs no longer give goes to the bias.
+            bias = (bias + mean_outputs[columns] - mean_x @ kernel).astype(np.float32)
         results[name] = Linear(Dense(kernel), bias)
     return results
 
 
-def _moments(config, names, before, after, x_dense, x_pruned):
-    """Yields the `Moments` of some projections on one batch: to fit, and held out."""
-    sums = _sums(config, names, before, after, jnp.asarray(x_dense), jnp.asarray(x_pruned))
-    tokens = x_dense.shape[0] * x_dense.shape[1]
-    counts = tokens - tokens // HELD_OUT, tokens // HELD_OUT
-    for batch, count in zip(sums, counts):
-        yield Moments.from_sums(jax.device_get(batch), count)
-
-
 @functools.partial(jax.jit, static_argnames=("config", "names"))
-def _sums(config, names, before, after, x_dense, x_pruned):
+def _read(config, names, before, after, x_dense, x_pruned, *attended):
+    """Returns inputs [tokens, in] of some projections, and their wanted outputs [tokens, out]."""
     observe = lambda _, x, linear: (x, linear)  # noqa: E731
-    out_dense, read_dense = observed_block(config, before, x_dense, observe)
-    out_pruned, read_pruned = observed_block(config, after, x_pruned, observe)
+    dense, pruned = map(_attend, attended or (None, None))
+    out_dense, read_dense = observed_block(config, before, x_dense, observe, **dense)
+    out_pruned, read_pruned = observed_block(config, after, x_pruned, observe, **pruned)
     adds = not config.post_norms
 
     def wanted(name):
@@ -265,9 +297,7 @@ def _sums(config, names, before, after, x_dense, x_pruned):
         return outputs
 
     x = read_pruned[names[0]].reshape(-1, read_pruned[names[0]].shape[-1])
-    y = jnp.concatenate([wanted(name) for name in names], axis=-1).reshape(len(x), -1)
-    cut = len(x) - len(x) // HELD_OUT
-    return batch_sums(x[:cut], y[:cut]), batch_sums(x[cut:], y[cut:])
+    return x, jnp.concatenate([wanted(name) for name in names], axis=-1).reshape(len(x), -1)
 
 
 def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
@@ -285,7 +315,7 @@ def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
     return stacked
 
 
-def layer_arrays(layer: Mapping[str, Any]) -> dict[str, Any]:
+def layer_arrays(layer: Mapping[str, object]) -> dict[str, Any]:
     """Returns the `layer_weights` of dense weights as named arrays in numpy."""
     is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
     by_name = lambda node: arrays(node) if is_linear(node) else node  # noqa: E731

@@ -26,7 +26,7 @@ from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import Portions, portions
-from sparse_dataflow.core.model import adapters, gpt, left_out, stacks
+from sparse_dataflow.core.model import gpt, left_out, partition, stacks
 from sparse_dataflow.core.model.left_out import LEFT_OUT, POSITIONS
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState, map_moments
@@ -149,7 +149,7 @@ def leave_out(state: TrainState, model: ModelConfig, positions: np.ndarray) -> T
     return state._replace(
         params=narrowed(state.params),
         moments=map_moments(narrowed, state.moments),
-        rest=adapters.merged(state.rest, beside),
+        rest=partition.merged(state.rest, beside),
     )
 
 
@@ -172,7 +172,7 @@ def put_back(state: TrainState, model: ModelConfig) -> TrainState:
     )
 
 
-def whole_params(model: ModelConfig, params: Any, rest: Any) -> Any:
+def whole_params(model: ModelConfig, params: object, rest: object) -> Any:
     """Returns the parameters of the whole model, from those of a phase and what it leaves out."""
     return _joined(params, model, _sections(rest), has_values=True)
 
@@ -206,6 +206,7 @@ def _joined(tree, model, sections, has_values):
     for group, section in zip(split_groups(tree["blocks"]), sections, strict=True):
         positions = to_host(section[POSITIONS])
         joined = np.concatenate([_others(model, positions), positions], axis=1)
+        # `joined` lists the features as they are concatenated; its inverse puts each in its place.
         places = np.argsort(joined, axis=1).astype(np.int32)
 
         def whole(names, array, axis, section=section, places=places):

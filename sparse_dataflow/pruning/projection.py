@@ -12,6 +12,7 @@ from sparse_dataflow.core.layouts.balance import balanced_top
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pruning import second_order
+from sparse_dataflow.pruning.columns import one_thread
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.moments import Moments
 from sparse_dataflow.pruning.refit import Problem, refit
@@ -126,12 +127,19 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
     Raises:
       UserError: the moments have no positive definite matrix at any damping.
     """
+    with one_thread(len(kernel)):
+        return _pruned(fit, held_out, kernel, target)
+
+
+def _pruned(fit, held_out, kernel, target):
     if target.hadamard:
         bare = dataclasses.replace(target, hadamard=0)
         first, second = (_mixed(each, target.hadamard) for each in (fit, held_out))
         result = prune(first, second, _transformed(kernel, target.hadamard), bare)
         return result._replace(kernel=_transformed(result.kernel, target.hadamard))
     count = kernel.shape[1] // target.groups.cols
+    # Damping is chosen on a sample of outputs, as each try costs a whole selection.  Outputs have
+    # problems of their own with the same inputs, so a sample says enough.
     is_large = kernel.shape[0] >= LARGE and target.groups.cols >= 4
     most = SAMPLE // 4 if is_large else SAMPLE
     sample = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
@@ -153,6 +161,7 @@ def prune(fit: Moments, held_out: Moments, kernel: np.ndarray, target: Target) -
     if len(candidates) > 1:
         candidates.sort(key=lambda candidate: error(damping, candidate.select_outputs(sample)))
     target = candidates[0]
+    # With the damping chosen, the held-out inputs are inputs as well.
     problem = Problem.of(fit + held_out, kernel, damping)
     try:
         mask = chosen_groups(problem, target)

@@ -91,6 +91,7 @@ def rebuilt_layers(
         return result.kernel
 
     layers = pruned_layers(model, weights, batches, tuple(targets), fitted, rounded, restored)
+    # A generator: a layer is written and forgotten before the next one is read.
     for number, layer in layers:
         yield RebuiltLayer(number, layer, dict(masks), dict(errors))
         masks.clear()
@@ -287,7 +288,8 @@ def narrow_targets(
     """Returns a dense model with fewer heads and hidden features, and what is left of projections.
 
     The rival of every sparse model of equal cost.  Heads go with their keys and values; of grouped
-    queries equally many of each group go, and the keys and values stay.
+    queries equally many of each group go, and the keys and values stay.  Heads are rounded to whole
+    ones, which hidden features make up for.
 
     Args:
       model: of the weights.
@@ -295,25 +297,25 @@ def narrow_targets(
       rounds: see `Target`.
 
     Raises:
-      UserError: the model has experts or norms over all heads, or no such number of heads.
+      UserError: the model has experts or norms over all heads.
     """
     model.refuse_experts("narrow", "a block")
     if model.qk_norm and model.qk_norm_scope != "head":
         raise UserError("narrow drops heads, over which norms reach; legal: models without them.")
+    # Query heads that share keys and values go one by one, and each group keeps equally many.
+    # Heads with keys and values of their own go with them.
     group = model.num_heads // model.kv_heads
     pool = group if group > 1 else model.num_heads
-    if abs(density * pool - round(density * pool)) > 1e-6 or not round(density * pool):
-        raise UserError(
-            f"density={density:g} of {pool} heads{' of a group' * (group > 1)} is no number of "
-            f"heads; legal: multiples of 1/{pool} up to 1."
-        )
-    heads = Groups(model.head_width, model.d_model, pool, round(density * pool))
-    hidden = Groups(1, model.d_model)
-    count = hidden.count(model.projection_shape("mlp_out"), density)
+    heads = Groups(model.head_width, model.d_model, pool, max(1, round(density * pool)))
+    # One head has rows of attn_out and columns of q, and of k and v if these go with it.
+    head_rows = (2 if group > 1 else 4) * model.head_width
+    feature_rows = 1 + sum(name in MLP and name not in ROW_PARALLEL for name in model.projections)
+    excess = (heads.stay - density * pool) * (model.num_heads // pool)
+    count = round(density * model.d_ff - excess * head_rows / feature_rows)
+    count = min(max(1, count), model.d_ff)
     num_heads = model.num_heads // pool * heads.stay
-    outs = {
-        "attn_out": Target(heads, heads.stay, rounds), "mlp_out": Target(hidden, count, rounds)
-    }  # fmt: skip
+    hidden = Target(Groups(1, model.d_model), count, rounds)
+    outs = {"attn_out": Target(heads, heads.stay, rounds), "mlp_out": hidden}
 
     def target(name, layer):
         whole = Groups(*model.projection_shape(name))
@@ -363,7 +365,7 @@ def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) 
     return _cut(leaves, columns, lambda leaf: leaf.output_dim)
 
 
-def _cut(arrays: Mapping[str, Any], stay: np.ndarray, dim: Callable[[Leaf], int | None]) -> Any:
+def _cut(arrays: Mapping[str, object], stay: np.ndarray, dim: Callable[[Leaf], int | None]) -> Any:
     """Returns the arrays of a projection with some entries of a dimension; others as they are."""
     dims = {name: dim(LEAVES.get(name, BIAS)) for name in arrays}
     return {

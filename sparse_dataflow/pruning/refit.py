@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import linalg
 
+from sparse_dataflow.pruning.columns import for_each
 from sparse_dataflow.pruning.moments import Moments
 
 
@@ -73,16 +74,18 @@ def refit(problem: Problem, mask: np.ndarray, cols: int = 1) -> np.ndarray:
     supports: dict[bytes, list[int]] = {}
     for column in range(0, weights.shape[1], cols):
         supports.setdefault(mask[:, column].tobytes(), []).append(column)
-    for columns in supports.values():  # Outputs of equal support share one factorisation.
+
+    def solve(columns):  # Outputs of equal support share one factorisation.
         chosen = np.flatnonzero(mask[:, columns[0]])
-        if not len(chosen):
-            continue
         outputs = (np.asarray(columns)[:, None] + np.arange(cols)).ravel()
         products = problem.products[np.ix_(chosen, outputs)]
         matrix = problem.hessian[np.ix_(chosen, chosen)]
         factor = linalg.cho_factor(matrix, overwrite_a=True, check_finite=False)
         solution = linalg.cho_solve(factor, products, check_finite=False)
         weights[np.ix_(chosen, outputs)] = solution
+
+    supports.pop(bytes(inputs), None)  # No inputs.
+    for_each(solve, supports.values(), inputs)
     return weights
 
 

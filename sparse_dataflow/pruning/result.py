@@ -14,8 +14,8 @@ class PrunedModel:
     Attributes:
       model: of the type that was pruned; the path of the new folder if it was written to one.
       masks: path of each pruned weight -> bool, True where a weight stays; of the shape of its
-        matrix, [in, out], or [layers, in, out] for a projection of a language model.  Empty for
-        "narrow", and for a folder, which has them.
+        kernel, or [layers, in, out] for a projection of a language model.  Empty for "narrow", and
+        for a folder, which has them.
       errors: path of each pruned weight -> squared error of its outputs on held-out tokens,
         relative to the squared outputs.
     """

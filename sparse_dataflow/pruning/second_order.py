@@ -2,13 +2,14 @@
 
 Removing a group costs the squared error that remains after all other weights made up for it, which
 follows from the inverse of the inputs' second moments (OBC, arXiv 2208.11580, in groups).  Each
-round removes the groups that cost least and updates the weights and the inverse, so later rounds
-see what earlier ones left.
+round removes the groups that cost least and updates the weights and the diagonal of the inverse, so
+later rounds see what earlier ones left.
 """
 
 import numpy as np
 from scipy import linalg
 
+from sparse_dataflow.pruning.columns import for_each
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.refit import Problem
 
@@ -38,19 +39,28 @@ def costs(
     grid = groups.grid(problem.products.shape)
     result = np.full(grid, -np.inf)
     inverse = problem.inverse
-    for column in range(grid[1]):
-        outputs = problem.products[:, column * groups.cols : (column + 1) * groups.cols]
-        free = np.ones(grid[0], bool) if allowed is None else allowed[:, column]
-        start = inverse, inverse @ outputs, np.arange(grid[0])
-        if not free.all():
-            start = _without(*start, ~free, groups.rows)
-        result[:, column] = _column_costs(*start, groups, grid[0], stay, rounds)
+    solution = inverse @ problem.products
+    squares = inverse.reshape(grid[0], groups.rows, grid[0], groups.rows)
+    # The diagonal blocks of the inverse, one for each input group: they alone price a removal.
+    diagonal = np.einsum("nink->nik", squares).copy()
+
+    def store(column):
+        outputs = solution[:, column * groups.cols : (column + 1) * groups.cols]
+        left = _Left(inverse, outputs.copy(), diagonal.copy())
+        alive = np.arange(grid[0])
+        if allowed is not None and not allowed[:, column].all():
+            left.remove(np.flatnonzero(~allowed[:, column]))
+            alive = np.flatnonzero(allowed[:, column])
+        result[:, column] = _column_costs(left, alive, groups, grid[0], stay, rounds)
+
+    for_each(store, range(grid[1]), len(inverse))
     return result
 
 
 def select(costs: np.ndarray, groups: Groups, stay: int) -> np.ndarray:
     """Returns bool [in groups, out groups]: the groups of each pool that cost most to remove."""
     pools = costs.reshape(-1, groups.pool or len(costs), costs.shape[1])
+    # Stable: equal costs keep the groups of the lowest numbers, on every machine.
     order = np.argsort(-pools, axis=1, kind="stable")[:, :stay]
     mask = np.zeros(pools.shape, bool)
     np.put_along_axis(mask, order, True, axis=1)
@@ -84,6 +94,8 @@ def by_columns(
     """
     inverse = problem.inverse
     weights = inverse @ problem.products
+    # Row i of the factor is, up to a scale, the row of the inverse that the inputs from i on have
+    # by themselves.  So one factor serves all steps (GPTQ, arXiv 2210.17323, step 3).
     upper = linalg.cholesky(inverse, check_finite=False)
     size, outputs = weights.shape
     lines = groups.pool or lines
@@ -106,15 +118,57 @@ def by_columns(
     return np.where(mask, weights, 0), mask
 
 
-def _column_costs(inverse, weights, alive, groups, total, stay, rounds):
+class _Left:
+    """What is left of a group of outputs when some groups of weights went.
+
+    The inverse of the other inputs is `inverse - liftedᵀ lifted`, of which later rounds need the
+    diagonal and the lines of what goes next.
+
+    Attributes:
+      weights: float64 [in, cols], of which those that stay made up for the others.
+      diagonal: float64 [groups, rows, rows], the squares of each group in the inverse.
+    """
+
+    def __init__(self, inverse: np.ndarray, weights: np.ndarray, diagonal: np.ndarray):
+        self._inverse, self.weights, self.diagonal = inverse, weights, diagonal
+        self._lifted = np.empty((0, len(inverse)))
+
+    def remove(self, going: np.ndarray) -> None:
+        """Removes groups, and lets the others make up for them."""
+        rows = self.diagonal.shape[1]
+        lines = (going[:, None] * rows + np.arange(rows)).ravel()
+        inverse = self._inverse[lines] - self._lifted[:, lines].T @ self._lifted
+        factor = linalg.cholesky(inverse[:, lines], lower=True, check_finite=False)
+        # Of transposed arrays, which BLAS takes without a copy.
+        lifted = linalg.blas.dtrsm(1.0, factor.T, inverse.T, side=1, overwrite_b=True).T
+        lost = linalg.solve_triangular(factor, self.weights[lines], lower=True, check_finite=False)
+        self.weights -= lifted.T @ lost
+        if rows == 1:
+            self.diagonal[:, 0, 0] -= np.einsum("ti,ti->i", lifted, lifted)
+        else:
+            blocks = lifted.T.reshape(-1, rows, len(lines))
+            self.diagonal -= blocks @ blocks.swapaxes(1, 2)
+        self._lifted = np.concatenate([self._lifted, lifted])
+
+    def scores(self, alive: np.ndarray) -> np.ndarray:
+        """Returns float [alive], the squared error that removing each group adds."""
+        diagonal = self.diagonal[alive]
+        parts = self.weights.reshape(len(self.diagonal), diagonal.shape[1], -1)[alive]
+        if diagonal.shape[1] == 1:
+            return np.square(parts).sum((1, 2)) / diagonal[:, 0, 0]
+        # Of a group of inputs: wᵀ (its block of the inverse)⁻¹ w (optimal brain surgeon).
+        return np.einsum("nij,nij->n", parts, np.linalg.solve(diagonal, parts))
+
+
+def _column_costs(left, alive, groups, total, stay, rounds):
     """Returns float [total] of the groups of one column, of which `alive` are left."""
-    pool, rows = groups.pool or total, groups.rows
+    pool = groups.pool or total
     result, last = np.full(total, -np.inf), 0.0
     # Groups of a pool that are not allowed may leave fewer than stay.
     present = max(np.bincount(alive // pool, minlength=total // pool).tolist())
     for number in range(1, rounds + 1):
         goal = round(present * (stay / present) ** (number / rounds)) if present > stay else stay
-        scores = np.maximum(_scores(inverse, weights, rows), last)
+        scores = np.maximum(left.scores(alive), last)
         going = _cheapest(scores, alive // pool, goal)
         if number == rounds or not going.any():
             result[alive] = scores
@@ -126,18 +180,9 @@ def _column_costs(inverse, weights, alive, groups, total, stay, rounds):
             continue
         result[alive[going]] = scores[going]
         last = float(scores[going].max()) * (1 + STEP)
-        inverse, weights, alive = _without(inverse, weights, alive, going, rows)
+        left.remove(alive[going])
+        alive = alive[~going]
     return result
-
-
-def _scores(inverse, weights, rows):
-    """Returns float [groups], the squared error that removing each adds."""
-    if rows == 1:
-        return np.square(weights).sum(1) / np.diag(inverse)
-    count = len(weights) // rows
-    diagonal = np.einsum("nink->nik", inverse.reshape(count, rows, count, rows))
-    parts = weights.reshape(count, rows, -1)
-    return np.einsum("nij,nij->n", parts, np.linalg.solve(diagonal, parts))
 
 
 def _cheapest(scores, pools, goal):
@@ -147,13 +192,3 @@ def _cheapest(scores, pools, goal):
     going = np.zeros(len(scores), bool)
     going[order] = np.arange(len(scores)) - starts >= goal
     return going
-
-
-def _without(inverse, weights, alive, going, rows):
-    """Returns (inverse, weights, groups) after some groups went and the others made up for them."""
-    gone, left = (np.flatnonzero(np.repeat(each, rows)) for each in (going, ~going))
-    factor = linalg.cho_factor(inverse[np.ix_(gone, gone)], check_finite=False)
-    gain = linalg.cho_solve(factor, inverse[np.ix_(gone, left)], check_finite=False)
-    weights = weights[left] - gain.T @ weights[gone]
-    inverse = inverse[np.ix_(left, left)] - inverse[np.ix_(left, gone)] @ gain
-    return inverse, weights, alive[~going]

@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.pruning.layer_by_layer import layer_arrays
@@ -36,7 +36,9 @@ class StoredLayer(NamedTuple):
         return stacks.layer_with_layouts(model, self.arrays, layouts)
 
 
-def sparse_layer(new: ModelConfig, before: Mapping[str, Any], layer: RebuiltLayer) -> StoredLayer:
+def sparse_layer(
+    new: ModelConfig, before: Mapping[str, object], layer: RebuiltLayer
+) -> StoredLayer:
     """Returns a layer of `rebuild.sparser_targets`.
 
     Args:

@@ -93,6 +93,8 @@ def update(
     wide = before.mu.dtype == np.float32
     b1, b2 = rates.b1, rates.b2
     scratch = np.empty((2 if wide else 4, min(PIECE, gradient.size)), np.float32)
+    # Pieces that stay in the caches over all operations: of whole arrays each operation would read
+    # and write the memory.
     for where in pieces(gradient.size, gradient.size):
         g, t, *moments = scratch[:, : where.stop - where.start]
         p, m, v = (array[where] for array in before)
@@ -183,6 +185,7 @@ def update_weights(
         arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
         results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
     parameter, state = jax.tree.map(np.asarray, results)
+    # Rows of new tokens alone learn at first.
     if rows is not None:
         new, parameter = parameter, before.parameter.copy()
         if parameter.ndim:

@@ -14,9 +14,8 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_groups, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.identity import as_identity
-from sparse_dataflow.core.model.partition import trained_and_rest
+from sparse_dataflow.core.model.partition import merged, trained_and_rest
 from sparse_dataflow.core.optim import by_weight
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer, with_steps_left
 
@@ -42,7 +41,7 @@ def view(tree: dict, section: Section) -> Any:
     return tree.get(section, {})  # Adapters train no parameter of embed and head.
 
 
-def layer_view(stacked: Any, layer: int) -> Any:
+def layer_view(stacked: object, layer: int) -> Any:
     """Returns views of one layer of blocks that are stacked by layer group."""
     for group in split_groups(stacked):
         leaves = jax.tree.leaves(group)
@@ -141,17 +140,26 @@ def fresh_state(
             if tree and drawn:
                 _fill(view(tree, section), view(drawn, 0 if isinstance(section, int) else section))
 
+    # A section at a time on the device, with the keys of `gpt.init`, so that the state has the bits
+    # of one that was drawn whole.
     for section in (EMBED, HEAD):
         fill(section, {"blocks": {}, section: _initializer(model, section)(keys[section])})
     for number in range(model.stored_layers):
         group_model = layer_groups(model)[group_index(model, number)].model
         block = _initializer(group_model, "block")(keys["blocks"][number])
+        # Layers that join later add nothing at first; see `DepthSchedule`.
         if starting_blocks is not None and number >= starting_blocks:
             block = as_identity(block)
         fill(number, {"blocks": jax.tree.map(lambda leaf: leaf[None], block)})
     if not training.is_built_in:
         for each in all_sections(model.stored_layers):
-            _fill(view(mu, each), by_weight.init(training, view(params, each)))
+            tree = view(params, each)
+            if isinstance(each, int):
+                stacked = {"blocks": jax.tree.map(lambda leaf: leaf[None], tree)}
+                states = view(by_weight.init(training, stacked, each), 0)
+            else:
+                states = by_weight.init(training, {each: tree})[each]
+            _fill(view(mu, each), states)
     moments = with_steps_left(training, with_moments(shapes.moments, 0, mu, nu))
     rest = merged(rest, layouts)
     return TrainState(np.zeros((), np.int32), params, moments, key, rest)

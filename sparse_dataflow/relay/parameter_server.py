@@ -27,6 +27,7 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.partition import legal
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.optim.muon import Matrices
@@ -46,6 +47,7 @@ from sparse_dataflow.relay.host_state import (
     Section,
     all_sections,
     count_of,
+    layer_view,
     moment_trees,
     section_name,
     view,
@@ -112,6 +114,9 @@ class InMemory:
     def commit(self, state: TrainState) -> None:
         """Called when a step is complete."""
 
+    def close(self) -> None:
+        """Called at the end of the training."""
+
 
 class ParameterServer:
     """State that outlives a step: threads, the device's copies, gradient buffers.
@@ -147,6 +152,7 @@ class ParameterServer:
         self.updates_at_once = updates_at_once(training, clipping)
         self.storage: Any = InMemory()
         self.threads = cpu_count()
+        # One thread for each direction, so that copies are in order and both directions overlap.
         self.fetching = ThreadPoolExecutor(1, "fetch")
         self.returning = ThreadPoolExecutor(1, "return")
         self.updating = ThreadPoolExecutor(self.threads, "update")
@@ -189,11 +195,11 @@ class ParameterServer:
         """Sets the copies of new parameters, which the updates wrote."""
         self._copied, self._copies = params, copies
 
-    def pin(self, copy: Any) -> Any:
+    def pin(self, copy: object) -> Any:
         """Moves a finished copy to page-locked memory if the device reads from there."""
         return copy if self.pinned is None else jax.device_put(copy, self.pinned)
 
-    def facts(self, section: Section, masters: Any, rest: Any) -> list["LeafFacts"]:
+    def facts(self, section: Section, masters: object, rest: object) -> list["LeafFacts"]:
         """Returns the facts of each leaf of a section; computed once for the layouts of a state."""
         if rest is not self._facts_rest:
             self._facts, self._facts_rest = {}, rest
@@ -261,7 +267,7 @@ class ServerStep:
         """Returns whether a section takes part and has parameters to train."""
         return section in self._sections
 
-    def fetch(self, section: Section, *more: Any) -> Future:
+    def fetch(self, section: Section, *more: object) -> Future:
         """Starts copying a `ParameterServer.section`, and other host arrays, to the device."""
         return self._server.fetching.submit(self._fetch, section, more)
 
@@ -270,7 +276,7 @@ class ServerStep:
         with self._timeline.span("fetch", section_name(section)):
             return jax.block_until_ready(self._server.put((arrays, *more)))
 
-    def push(self, section: Section, gradient: Any) -> None:
+    def push(self, section: Section, gradient: object) -> None:
         """Starts returning a gradient to the host.
 
         Blocks while `IN_FLIGHT` gradients are on the device, however slow the host is.
@@ -331,7 +337,8 @@ class ServerStep:
         old_copies = jax.tree.leaves(
             server.copy(self._state.params, section) if server.copies else masters
         )
-        scales = _update_scales(masters) if training.optimizer == "muon" else {}
+        has_muon = training.optimizer == "muon"
+        scales = _update_scales(server.model, masters) if has_muon else {}
         copies, work = [], []
         for leaf, old, new, gradient, copy in zip(
             leaves, before, after, gradients, old_copies, strict=True
@@ -388,10 +395,23 @@ class ServerStep:
             for job in jobs:
                 job.result()
             self._updates[section] = []
+            self._keep_legal(section)
             if self._server.copies:
                 self._copies[section] = self._server.pin(self._copies[section])
             views = tuple(view(tree, section) for tree in self._after)
             self._server.storage.updated(section, views)
+
+    def _keep_legal(self, section):
+        """Makes the updated masters of a section and their copies legal; see `partition.legal`."""
+        rest = self._state.rest if isinstance(section, int) else ()
+        rest = layer_view(rest["blocks"], section) if rest else ()
+        updated = [view(self._after[0], section)]
+        updated += [self._copies[section]] if self._server.copies else []
+        for arrays in updated:
+            legal_arrays = jax.tree.leaves(legal(self._server.model, arrays, rest))
+            for array, legal_array in zip(jax.tree.leaves(arrays), legal_arrays, strict=True):
+                if legal_array is not array:
+                    np.copyto(array, legal_array)
 
     def finish(
         self, accepts: Callable[[dict[str, float]], bool] = lambda norms: True
@@ -409,6 +429,8 @@ class ServerStep:
             self._in_flight.popleft().result()
         squares, updated = group_squares(self._squares), self._sections
         if not accepts({group: math.sqrt(square) for group, square in squares.items()}):
+            # A step that is not accepted leaves parameters and moments, and is no step of Adam's
+            # bias correction.
             updated, self._count = [], self._count - 1
         elif not self._server.updates_at_once:
             exact = self._server.clipping == "exact"
@@ -451,9 +473,9 @@ def _leaves(facts, trees, section) -> list[Leaf]:
     ]
 
 
-def _update_scales(masters):
+def _update_scales(model, masters):
     """Returns {path: `Weight.update_scales`} of a section before its update."""
-    scales = matrix_leaves.update_scales(masters)
+    scales = matrix_leaves.update_scales(model, masters)
     return {path: float(np.squeeze(s)) for path, s in jax.tree_util.tree_leaves_with_path(scales)}
 
 

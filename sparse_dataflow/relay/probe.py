@@ -15,9 +15,9 @@ from sparse_dataflow.core.executors.block_gradients import (
     norms_of_masks,
     opened_masks,
 )
-from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
+from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_token_weights
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import probe
 from sparse_dataflow.core.model.stacks import layouts_by_name
 from sparse_dataflow.relay import relay_programs as programs
@@ -53,9 +53,10 @@ def block_gradient_norms(
         for each in layer_models(model)
     ]
     block_programs = lambda layer: programs_by_kind[layer_model_index(model, layer)]  # noqa: E731
-    inputs, context = micro_batches(model, with_weights(Batch(tokens)), 1)
+    inputs, context = micro_batches(model, with_token_weights(Batch(tokens)), 1)
     layers = range(model.num_layers)
     embed = fetch("embed")
+    # Inputs of all layers are kept, and layers run again for their gradients: one is on the device.
     stash = [programs_by_kind[0].embed(embed, inputs)]
     for layer in layers:
         x, _ = block_programs(layer).forward(fetch(layer), stash[-1], context.for_blocks())
@@ -86,7 +87,7 @@ def _compiled(model, shape):
             params = {**weights.params, **masked}
             rest = merged(probes, opened.rest)
             layer = dataclasses.replace(opened, rest=rest, params=params).linears(model)
-            return gpt.block(model, layer, x, context.map_rows(lambda rows: rows[0]))
+            return gpt.block(model, layer, x, context.map_rows(lambda rows: rows[0]))[0]
 
         masked = {name: weights.params[name] for name in model.masked_projections}
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros), masked)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_weights
+from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_token_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
@@ -143,7 +143,7 @@ class Relay:
         """Sets the run's length and seed, and enables its depth schedule."""
         self.training, self._depth = training, self.config.depth
 
-    def to_device(self, weights: ModelWeights, section: Section, *more: Any) -> tuple:
+    def to_device(self, weights: ModelWeights, section: Section, *more: object) -> tuple:
         """Copies a `ParameterServer.section`, and other host arrays, to the device."""
         return jax.block_until_ready(self._put((self.server.section(weights, section), *more)))
 
@@ -164,7 +164,7 @@ class Relay:
         learning_rate: float,
         limit: np.float32 | None = None,
         *,
-        weights: np.ndarray | None = None,
+        token_weights: np.ndarray | None = None,
         teacher: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[TrainState, StepReport]:
         """Runs one optimizer step; donates the state.
@@ -174,7 +174,7 @@ class Relay:
           tokens: int32 [batch, sequence + 1], the whole batch on every process.
           limit: highest accepted loss; if the loss is higher, or a gradient is not finite,
             parameters and moments do not change.  None for any.
-          weights: float32 [batch, sequence], of the targets; None for their mean.
+          token_weights: float32 [batch, sequence], of the targets; None for their mean.
           teacher: see `training.teacher.Teacher`; None without one.
 
         Raises:
@@ -192,8 +192,8 @@ class Relay:
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
             weight = jnp.float32(self.training.teacher_weight)
             teacher_output = TeacherOutput(*teacher, weight) if teacher else None
-            batch = Batch(tokens, weights, teacher_output)
-            batch = self._batch(batch, self._train_shape, weights is not None)
+            batch = Batch(tokens, token_weights, teacher_output)
+            batch = self._batch(batch, self._train_shape, token_weights is not None)
             metrics = self._forward_backward(server, blocks, batch)
             loss = metrics["loss"].number()
             after, squares = server.finish(
@@ -292,7 +292,7 @@ class Relay:
         """Returns the programs of a section."""
         return programs[self._kind_of_layer[section] if isinstance(section, int) else 0]
 
-    def eval_step(self, model_weights: ModelWeights, tokens, weights) -> np.ndarray:
+    def eval_step(self, weights: ModelWeights, tokens, token_weights) -> np.ndarray:
         """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.
 
         All blocks take part.
@@ -301,13 +301,13 @@ class Relay:
           UserError: the device failed.
         """
         with translated_device_errors("an evaluation"):
-            return self._evaluate(model_weights, tokens, weights)
+            return self._evaluate(weights, tokens, token_weights)
 
-    def _evaluate(self, model_weights, tokens, weights):
+    def _evaluate(self, weights, tokens, token_weights):
         run, timeline = self.eval_programs[0], Timeline()
-        inputs, context = self._batch(Batch(tokens, weights), self._eval_shape)
+        inputs, context = self._batch(Batch(tokens, token_weights), self._eval_shape)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            self.to_device, model_weights, section, *more
+            self.to_device, weights, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), inputs)
 
@@ -331,7 +331,9 @@ class Relay:
 
     def _batch(self, batch, shape, padded=False):
         """Returns `whole.micro_batches` on the device."""
-        inputs, context = micro_batches(self.model, with_weights(batch), shape[0], padded=padded)
+        inputs, context = micro_batches(
+            self.model, with_token_weights(batch), shape[0], padded=padded
+        )
 
         def put(tree, sharding):
             structure: Any
@@ -406,7 +408,7 @@ def _watch(result, dispatched, section, timeline):
     timeline.add("compute", section, start, time.perf_counter())
 
 
-def _put(sharding: Sharding, tree: Any) -> Any:
+def _put(sharding: Sharding, tree: object) -> Any:
     """Copies host arrays, and activations stashed on the host, to the device."""
     leaves, structure = jax.tree.flatten(tree)
     # All in one call: on small models a call for each takes longer than the copies.

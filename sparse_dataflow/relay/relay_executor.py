@@ -99,9 +99,9 @@ class RelayExecutor(MultiProgramExecutor):
         self, model: ModelConfig, training: TrainingConfig, data, changing: bool
     ) -> dict[str, Any]:
         assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
-        held_out = data.validation[0]["weights"].shape
+        held_out = data.validation[0]["token_weights"].shape
         options = relay_programs.Options(
-            padded="weights" in data.train.example,
+            padded="token_weights" in data.train.example,
             teacher_width=data.teacher.width if training.teacher else 0,
         )
         relay = Relay(
@@ -124,6 +124,7 @@ class RelayExecutor(MultiProgramExecutor):
             "gradient_norms": functools.partial(_gradient_norms, relay),
             "start_state": functools.partial(self._start, relay),
             "timeline": lambda: relay.timeline.spans,
+            "close": lambda: relay.server.storage.close(),
         }
 
     def _start(
@@ -131,7 +132,7 @@ class RelayExecutor(MultiProgramExecutor):
         relay: Relay,
         name: str,
         training: TrainingConfig,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, object],
         saved: int | None,
         state: Callable[[], TrainState],
         from_seed: bool,

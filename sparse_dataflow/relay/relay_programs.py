@@ -25,9 +25,9 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import Batch, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, left_out, stacks
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
-from sparse_dataflow.core.model.partition import trained_and_rest
+from sparse_dataflow.core.model.partition import merged, trained_and_rest
+from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.weights.kind import ROUTER
@@ -96,7 +96,7 @@ def device_dtype(model: ModelConfig, path: tuple) -> jnp.dtype:
     return jnp.dtype("float32" if wide else model.compute_dtype)
 
 
-def device_params(model: ModelConfig, params: Any) -> Any:
+def device_params(model: ModelConfig, params: object) -> Any:
     """Returns shapes and dtypes of the device's copies of parameters."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, device_dtype(model, path)), params
@@ -151,7 +151,7 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
         return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_CONTEXT, inputs)
 
     def forward(weights, x, context):
-        block = functools.partial(gpt.measured_block, model, weights.linears(model))
+        block = functools.partial(gpt.block, model, weights.linears(model))
         return _accumulated(block, context, x)
 
     def head(weights, tied, x, context):
@@ -177,7 +177,8 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
         def micro_batch(x, dy, context):
             def block(params, x):
                 layer = dataclasses.replace(weights, params=params)
-                return gpt.trained_block(model, layer.linears(model), x, context)[0]
+                x, metrics = gpt.block(model, layer.linears(model), x, context)
+                return gpt.with_auxiliary_losses(model, x, metrics, context, UNSHARDED)
 
             _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
@@ -211,7 +212,8 @@ def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Ca
     training = functions(model, adapted)
 
     def forward(weights, x, context):
-        return _map(functools.partial(gpt.block, model, weights.linears(model)), context, x)
+        linears = weights.linears(model)
+        return _map(lambda x, at: gpt.block(model, linears, x, at)[0], context, x)
 
     def head(weights, tied, x, context):
         params, output = weights.merged, tied.merged.get("tokens", ())
@@ -427,6 +429,7 @@ def _accumulated(function, context, *batches):
     if len(batches[0]) == 1:
         y, one = function(*(batch[0] for batch in batches), _first(context))
         return jax.tree.map(lambda leaf: leaf[None], y), one
+    # Gradients are carried and y is stacked: so one gradient exists, not one for each micro-batch.
     first = jax.eval_shape(function, *(batch[0] for batch in batches), _first(context))[1]
 
     def accumulate(total, micro):

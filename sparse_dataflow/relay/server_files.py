@@ -27,7 +27,7 @@ import numpy as np
 from absl import logging
 
 from sparse_dataflow.core.config.layer_groups import split_groups
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import (
     layouts_by_name,
     map_placed_layouts,
@@ -125,6 +125,7 @@ class MappedFiles:
         commits = [c for c in self._commits if latest is None or c["step"] <= latest]
         if not commits:
             return None
+        # The newest first; the slot of the one before may be whole where the disk lost a page.
         for number, commit in enumerate(commits):
             params, mu, nu, rest = trees = self._trees[commit["slot"]]
             content = {section_name(s): [view(t, s) for t in trees[:3]] for s in self._sections}
@@ -182,15 +183,9 @@ class MappedFiles:
         }
         commits = [newest, *self._commits[:1]]
         body = {"commits": commits, "digest": _text_digest(commits)}
-        unfinished = self.folder / f".{RECORD}"
         try:
             self._flush(slot)
-            with unfinished.open("w") as file:
-                file.write(json.dumps(body))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, self.folder / RECORD)
-            storage.flush_folder(self.folder)
+            storage.replace(self.folder / RECORD, json.dumps(body).encode())
         except OSError as error:
             raise UserError(
                 f"Step {int(state.step)} cannot be written to {self.folder} "
@@ -317,7 +312,7 @@ def _user_errors(folder: Path) -> Iterator[None]:
 def _lock(folder: Path) -> IO:
     """Locks a folder, created if missing, until the returned file is closed."""
     folders.claim(folder, _OWNER, _FLAG, _NAMES)
-    _refuse_another_folder(folder)
+    _refuse_links(folder)
     file = (folder / "lock").open("w")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file
@@ -338,17 +333,16 @@ def _refuse_small_disk(folder: Path, needed: int, paths: Iterable[Path]) -> None
         )
 
 
-def _refuse_another_folder(folder: Path) -> None:
-    """Refuses a folder of another use, which an untrusted config.json may name.
+def _refuse_links(folder: Path) -> None:
+    """Refuses a folder with links or folders, which an untrusted config.json may name.
 
     Raises:
-      UserError: the folder has other files, or a link.
+      UserError: the folder has one.
     """
-    other = [p.name for p in folder.iterdir() if p.name not in _NAMES or not p.is_file()]
-    links = [path.name for path in folder.iterdir() if path.is_symlink()]
-    if names := sorted({*other, *links}):
+    others = (path for path in folder.iterdir() if path.is_symlink() or not path.is_file())
+    if path := min(others, default=None):
         raise UserError(
-            f"--set parallel.server_dir={folder} holds {names[0]}, which is not a file of the "
+            f"--set parallel.server_dir={folder} holds {path.name}, which is not a file of the "
             "parameter server; name a folder for its files alone."
         )
 
@@ -382,7 +376,7 @@ class _Rest(NamedTuple):
         """Returns the trees by name; models without masks have none."""
         return {name: tree for name, tree in self._asdict().items() if name != "masks" or tree}
 
-    def in_place_of(self, rest: Any) -> Any:
+    def in_place_of(self, rest: object) -> Any:
         """Returns what is not trained of a state, like `rest`."""
         groups = split_groups(self.tables)
         layouts = map_placed_layouts(

@@ -23,7 +23,7 @@ _EQUAL_TIME_TOLERANCE = 0.05
 
 SEED_SPREAD = 0.02
 """Relative difference of held-out losses that one seed cannot tell from chance: the range over the
-seeds of the same model, 1.7% to 2.1% of the loss, in the tables of docs/quality.md."""
+seeds of the same model, 1.7% to 2.1% of the loss, in the tables of docs/evidence/quality.md."""
 
 _LEAST_STEPS = 20
 """Steps from which the shares of a run's time say something."""
@@ -187,7 +187,7 @@ def headline(variants: Sequence[VariantData]) -> str:
 
 LONGER = (
     "A longer training favours the narrower model, and memory that limits you the sparse one: see "
-    "docs/quality.md."
+    "docs/evidence/quality.md."
 )
 """What turns the comparison of a sparse model with a narrower one."""
 

@@ -6,21 +6,18 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparse_dataflow.core.config.projections import KINDS
 from sparse_dataflow.core.executors import compatibility as core
 from sparse_dataflow.core.executors.compatibility import (
-    PARALLELISMS,
     RELAY,
     STAGE,
     Conflict,
     Option,
     ResolvedRun,
 )
-from sparse_dataflow.core.layouts.evolution import METHODS
-from sparse_dataflow.core.weights import kinds  # noqa: F401 - KINDS has them all.
 from sparse_dataflow.runs import evolution_rows
 from sparse_dataflow.runs.parallel import ParallelConfig
 
@@ -117,15 +114,6 @@ def _lacking(ability: str) -> Option:
     return Option(words, used, {"sparsity.pattern": patterns[0]})
 
 
-ADDING = [name for name, method in METHODS.items() if method.adds_term]
-"""Methods of evolution that add a term."""
-
-TAIL = _used(
-    f"evolution.method={' or '.join(ADDING)}",
-    lambda config: METHODS[config.evolution.method].adds_term,
-    evolution__method=ADDING[0],
-    sparsity__rank=2,
-)
 SHARED = _used(
     "evolution.method=shared_to_own", _method("shared_to_own"), evolution__method="shared_to_own"
 )
@@ -184,7 +172,6 @@ FILES = _used(
 NO_WEIGHTS = _no("run.init_from", "")
 NO_ADAPTERS = _no("training.adapter_rank", 0)
 NO_TOKENS = _no("data.extend_vocabulary", 0)
-NO_RANK = _no("sparsity.rank", 0)
 GIVEN_WEIGHTS = _other("run.init_from", _one_of(""), "DIR")
 ANY_ADAPTERS = _other("training.adapter_rank", _one_of(0), 2, **DIR)
 ANY_TEACHER = _other("training.teacher", _one_of(""), "DIR")
@@ -215,7 +202,6 @@ SETTINGS = (
         f"{LEGAL} uniform",
     ),
     Conflict(GIVEN_WEIGHTS, (_lacking("given"),), "which begins drawn", f"{LEGAL} none"),
-    Conflict(NO_RANK, (TAIL,), "which adds a term of that rank", "a rank above 0"),
     Conflict(GIVEN_WEIGHTS, (SHARED,), "which begins with one block", f"{LEGAL} none"),
     Conflict(GIVEN_WEIGHTS, (NARROW,), "which has another width", f"{LEGAL} none"),
     Conflict(NO_WEIGHTS, (VARIANT,), "which names a model of a run", "a folder or name"),
@@ -361,45 +347,3 @@ def refuse_devices(config: Any, sizes: Mapping[str, int]) -> None:
     """Refuses a `RunConfig` whose executor cannot be made on a mesh; see `refuse`."""
     devices = Devices(config.parallel, sizes)
     core.refuse([ResolvedRun(config.model, config.training, devices, config=config)], PARALLEL)
-
-
-def devices_table() -> str:
-    """Returns the table of docs/devices.md: each option, the parallelisms that lack it, and why."""
-    lines = ["| option | does not work with | because |", "|---|---|---|"]
-    rows = [
-        row
-        for row in (*core.TABLE, *evolution_rows.ROWS, *SETTINGS, *PARALLEL)
-        if _parallelisms(row)
-    ]
-    for words in dict.fromkeys(row.option.words for row in rows):
-        missing = [
-            parallelism
-            for row in rows
-            if row.option.words == words
-            for parallelism in _parallelisms(row)
-        ]
-        ordered = [parallelism.words for parallelism in PARALLELISMS if parallelism in missing]
-        reasons = dict.fromkeys(row.because for row in rows if row.option.words == words)
-        lines.append(f"| {_code(words)} | {', '.join(ordered)} | {'; '.join(reasons)} |")
-    return "\n".join(lines) + "\n"
-
-
-def settings_table(rows: Iterable[Conflict] = TABLE) -> str:
-    """Returns a table of the page of settings: two settings in each row."""
-    lines = ["| with | this setting | because | legal |", "|---|---|---|---|"]
-    for row in rows:
-        legal = row.legal.removeprefix(LEGAL).removeprefix("legal:").strip()
-        for other in row.others:
-            if other not in _parallelisms(row):
-                cells = _code(other.words), _code(row.option.words), row.because, legal
-                lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _parallelisms(row):
-    return [other for other in row.others if other in PARALLELISMS]
-
-
-def _code(words):
-    """Marks words that are a setting alone as code."""
-    return words if "`" in words or " " in words else f"`{words}`"

@@ -94,22 +94,6 @@ def equal_cost_model(
     )
 
 
-def equal_shape_model(model: ModelConfig, width: int, density: float) -> ModelConfig:
-    """Returns `model` at a width, with the blocks of a density.
-
-    Raises:
-      UserError: the width has no heads, or no layout of that density; names the legal densities.
-    """
-    sized = resized(model, width, density)
-    if sized is None:
-        raise UserError(
-            f"Width {width} has no whole heads or blocks as the model has them; legal where shapes "
-            "are equal: another budget, or a smaller --block."
-        )
-    _make_layouts(sized)
-    return sized
-
-
 def whole_blocks(model: ModelConfig) -> int:
     """Returns what a width must be a multiple of, so that block-sparse projections fit."""
     return math.lcm(*(model.linear(name).block for name in model.sparse_projections))
@@ -187,13 +171,14 @@ def _density_error(model, density):
 
 def _has_layouts(model):
     try:
-        _make_layouts(model)
+        make_layouts(model)
     except UserError:
         return False
     return True
 
 
-def _make_layouts(model):
+def make_layouts(model: ModelConfig) -> None:
+    """Makes the layout of each block-sparse projection; raises UserError where there is none."""
     for name in model.sparse_projections:
         spec = model.linear(name)
         rows, columns = model.projection_shape(name)

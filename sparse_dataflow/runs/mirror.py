@@ -26,6 +26,9 @@ from sparse_dataflow.files.output import LOGGER
 ASIDE = f"{manifest.NAME}.damaged"
 """Name in a store of the manifest of a copy that was found damaged."""
 
+_TAIL = 2**20
+"""Last bytes of metrics in which the newest row is."""
+
 
 class Copies(Protocol):
     """Copies of checkpoints; methods raise OSError where the place cannot be reached."""
@@ -133,7 +136,7 @@ class AddressCopies(Copies):
 
     def put(self, step: int, source: Path) -> None:
         origin, copy = source / str(step), self._address / str(step)
-        content = (origin / manifest.NAME).read_bytes()
+        content = json_files.read_bytes(origin / manifest.NAME)
         self._delete(step)
         for name, entry in manifest.parse(content)["files"].items():
             upload = functools.partial(_upload, origin / name, copy / name, entry)
@@ -376,7 +379,9 @@ def _words(error: Exception) -> str:
 def _last_step(metrics: Path) -> int:
     """Returns the step of the last whole row; -1 without one, -2 without the file."""
     try:
-        lines = metrics.read_bytes().splitlines()
+        with storage.open_regular(metrics) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read(_TAIL).splitlines()
     except FileNotFoundError:
         return -2
     for line in reversed(lines):

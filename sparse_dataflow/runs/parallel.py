@@ -37,7 +37,7 @@ class ParallelConfig(Readable):
 
     Attributes:
       sub_batches: the overlap of arXiv 2305.13525.
-      schedule: a name in `pipeline.schedules`.
+      schedule: rule of the pipeline's table, in `action_tables.RULES`.
       memory_limit: compared with the planner's estimate.
       depth_schedule: see `DepthSchedule`.
     """

@@ -382,10 +382,10 @@ RECIPES = {
     "qwen3-0.6b": Recipe(128, 3e-4, 2, 1),
     "qwen3-8b": Recipe(256, 1e-4, 2, 1),
 }
-"""Recipes by scale.  pico, 3m and nano: the lowest held-out loss of a sweep (docs/quality.md).
-micro and mini: scaled from nano.  125m and larger: batch and rate of GPT-3 (arXiv 2005.14165, table
-2.1), stored blocks at twice that rate.  Llama and Qwen: the rates of GPT-3's nearest size, and
-batches of about its tokens."""
+"""Recipes by scale.  pico, 3m and nano: the lowest held-out loss of a sweep
+(docs/evidence/quality.md).  micro and mini: scaled from nano.  125m and larger: batch and rate of
+GPT-3 (arXiv 2005.14165, table 2.1), stored blocks at twice that rate.  Llama and Qwen: the rates of
+GPT-3's nearest size, and batches of about its tokens."""
 
 BLOCKS = {
     "pico": 16,
@@ -401,8 +401,8 @@ LONGEST_SEQUENCE = 8192
 """Upper bound of a preset's training sequence, in tokens: the length that Llama 3 trains at."""
 
 SUPAR_LEARNING_RATE = 5e-4
-"""Peak of every model under SuPar, whatever its width and density (docs/quality.md).  With the
-multipliers of the optimizer a dense model's matrices then learn at 0.13 / d_model."""
+"""Peak of every model under SuPar, whatever its width and density (docs/evidence/quality.md).  With
+the multipliers of the optimizer a dense model's matrices then learn at 0.13 / d_model."""
 
 SUPAR_VECTOR_RATE = 16.0
 """`TrainingConfig.vector_rate` under SuPar."""

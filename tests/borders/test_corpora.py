@@ -7,7 +7,7 @@ import json
 import drawn
 import pyarrow
 import pyarrow.parquet
-from storms import Storm
+from drawn_inputs import DrawnInputs
 
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.local_files import LocalSource
@@ -42,7 +42,7 @@ def content(draw, suffix):
 
 
 def test_a_foreign_file_of_text_is_read_or_refused(tmp_path):
-    counts = Storm("corpora")
+    counts = DrawnInputs("corpora")
     for number in counts:
         draw = counts.draw
         suffix = draw.choice([".txt", ".jsonl", ".jsonl", ".parquet"])

@@ -5,8 +5,8 @@ import socket
 
 import drawn
 import pytest
+from drawn_inputs import DrawnInputs
 from marks import some
-from storms import Storm
 
 from sparse_dataflow.commands import watch
 from sparse_dataflow.files import loopback
@@ -47,8 +47,23 @@ def test_a_foreign_or_malformed_origin_is_refused(port, capfd, origin):
     assert capfd.readouterr().err == ""
 
 
+def test_a_request_that_is_never_whole_is_closed(monkeypatch, port):
+    monkeypatch.setattr(loopback, "SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+        connection.settimeout(0.05)
+        sent = 0
+        with contextlib.suppress(OSError):
+            while sent < 200:  # Ten seconds, a byte in each twentieth of one.
+                sent += connection.send(b"x")
+                with contextlib.suppress(TimeoutError):
+                    if connection.recv(1) == b"":
+                        break
+    assert sent < 100
+
+
 def test_any_request_is_answered_or_closed_and_the_server_goes_on(port, capfd):
-    counts = Storm("HTTP requests")
+    counts = DrawnInputs("HTTP requests")
     for _ in counts:
         draw = counts.draw
         headers = {"Host": draw.choice(["127.0.0.1", "localhost:80", "evil", drawn.text(draw)])}

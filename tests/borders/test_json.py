@@ -4,7 +4,7 @@ import json
 
 import drawn
 import pytest
-from storms import Storm
+from drawn_inputs import DrawnInputs
 
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.evaluation.run_files import RunRecord
@@ -38,7 +38,7 @@ def changed(draw, fields):
 
 def test_changed_files_of_a_run_are_read_or_refused(saved, tmp_path):
     config, record, row = saved
-    counts = Storm("JSON files of a run")
+    counts = DrawnInputs("JSON files of a run")
     for _ in counts:
         draw = counts.draw
         (tmp_path / run_files.CONFIG).write_bytes(changed(draw, config))

@@ -6,7 +6,8 @@ import os
 import drawn
 import pytest
 import yaml
-from storms import Storm
+from drawn_inputs import DrawnInputs
+from marks import some
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.scoring import Counts
@@ -86,7 +87,7 @@ def scored(tmp_path, monkeypatch):
         tokenizer,
         64,
         lambda requests: ([(-float(sum(b)), False) for _, b in requests], Counts(len(requests))),
-        lambda prompts, *_: [""] * len(prompts),
+        lambda prompts, *_: ["a" * 40 + "x" * 40 + "!"] * len(prompts),
     )
     manager = lm_eval_tasks.TaskManager(include_path=tmp_path / "none", include_defaults=False)
 
@@ -103,7 +104,7 @@ def test_a_foreign_task_of_lm_eval_is_scored_or_refused(scored, tmp_path):
     (folder / "utils.py").write_text("import os\nos._exit(7)\n")
     (folder / "_shared").write_text(yaml.safe_dump(TASK))
     os.mkfifo(folder / "pipe")
-    counts = Storm("tasks of lm-eval")
+    counts = DrawnInputs("tasks of lm-eval")
     for _ in counts:
         data = content(counts.draw)
         (folder / "mine.yaml").write_bytes(data)
@@ -126,3 +127,47 @@ def test_files_without_end_in_a_folder_of_tasks_are_left_out(scored, tmp_path, c
     assert "b.yaml is no task file" in caplog.text
     with pytest.raises(UserError, match=r"no task file|cannot be loaded"):
         scored(path)
+
+
+SEARCHES = {
+    "filter": {"filter_list": [{"name": "a", "filter": [{"function": "regex"}]}]},
+    "choice": {"filter_list": [{"name": "a", "filter": [{"function": "multi_choice_regex"}]}]},
+    "metric": {"metric_list": [{"metric": "exact_match", "regexes_to_ignore": []}]},
+}
+
+
+@pytest.mark.parametrize("place", SEARCHES)
+@pytest.mark.parametrize("pattern", some(["(?:.|.)*Z", "the", "(x+x+)+y"], "the", "(?:.|.)*Z"))
+def test_an_expression_of_a_task_ends(scored, tmp_path, place, pattern):
+    """As `re` finds, or refused."""
+    fields = yaml.safe_load(yaml.safe_dump({**TASK, **WRITING, **SEARCHES[place]}))
+    del fields["doc_to_choice"]
+    if place == "metric":
+        fields["metric_list"][0]["regexes_to_ignore"] = [pattern]
+    else:
+        fields["filter_list"][0]["filter"][0]["regex_pattern"] = pattern
+        fields["filter_list"][0]["filter"].append({"function": "take_first"})
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(fields))
+    try:
+        assert scored(tmp_path / "mine.yaml")
+    except UserError as error:
+        assert "(" in pattern and "seconds of processor time" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dataset_kwargs": {"cache_dir": "~/.config/x"}}, "dataset_kwargs has cache_dir"),
+        ({"dataset_kwargs": {"num_proc": 10**5}}, "dataset_kwargs has num_proc"),
+        ({"repeats": 10**9}, "repeats has 1000000000"),
+        ({"num_fewshot": 10**400}, "num_fewshot has 1000"),
+        ({"metric_list": [{"metric": "accuracy", "hf_evaluate": True}]}, "accuracy is code"),
+        ({"metric_list": [{"metric": "exact_match", "hf_evaluate": True}]}, "match is code"),
+        ({"metric_list": [{"metric": ["acc"]}]}, "is code of its own"),
+        ({f"field{n}": n for n in range(10**4)}, "has no fields field0, field1"),
+    ],
+)
+def test_a_field_that_writes_fetches_or_counts_is_refused(scored, tmp_path, changes, words):
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**TASK, **changes}))
+    with pytest.raises(UserError, match=words):
+        scored(tmp_path / "mine.yaml")

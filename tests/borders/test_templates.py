@@ -2,8 +2,8 @@
 
 import drawn
 import pytest
+from drawn_inputs import DrawnInputs, no_hang
 from marks import some
-from storms import Storm, no_hang
 
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.files.errors import UserError
@@ -115,7 +115,7 @@ def test_a_foreign_template_renders_or_is_refused():
         "\x00",
         "é\ud800",
     ]
-    counts = Storm("templates")
+    counts = DrawnInputs("templates")
     for _ in counts:
         draw = counts.draw
         text = USUAL

@@ -5,8 +5,8 @@ import json
 import drawn
 import numpy as np
 import pytest
+from drawn_inputs import DrawnInputs
 from safetensors.numpy import save
-from storms import Storm
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
@@ -49,7 +49,7 @@ def changed(draw):
 
 
 def test_a_foreign_safetensors_file_is_read_or_refused(tmp_path):
-    counts = Storm("tensors")
+    counts = DrawnInputs("tensors")
     for _ in counts:
         path = tmp_path / tensors.FILE
         path.write_bytes(changed(counts.draw))

@@ -1,14 +1,15 @@
 """A tokenizer.json that somebody else wrote: it is used or refused, and never grows a text without
 end."""
 
+import base64
 import copy
 import json
 
 import drawn
 import pytest
-from storms import Storm
+from drawn_inputs import DrawnInputs
 
-from sparse_dataflow.data import tokenizer_library
+from sparse_dataflow.data import tokenizer_growth, tokenizer_library
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tokenizer_files
@@ -149,16 +150,96 @@ def changed(draw, fields):
 
 
 def test_a_foreign_tokenizer_is_used_or_refused(fields, tmp_path):
-    counts = Storm("tokenizers")
+    counts = DrawnInputs("tokenizers")
     for _ in counts:
         (tmp_path / "tokenizer.json").write_bytes(changed(counts.draw, fields))
         with counts.one("a tokenizer.json"):
             tokenizer = tokenizer_files.read(tmp_path, {"vocab_size": 270}).tokenizer
             for text in TEXTS:
                 ids = tokenizer.encode(text)
-                assert len(ids) <= tokenizer_library.MOST_GROWTH * (len(text.encode()) + 100)
+                assert len(ids) <= tokenizer_growth.MOST_GROWTH * (len(text.encode()) + 100)
                 tokenizer.decode(ids)
             tokenizer.encode_chat(TEXTS)
+
+
+def section(name, *steps):
+    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+    return {name: {"type": "Sequence", inner[name]: list(steps)}}
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+CHARSMAP = base64.b64encode(bytes(4) + b"a" * 9 + b"\0" + b"x" * 5000 + b"\0").decode()
+TEMPLATE = {"single": [{"SpecialToken": {"id": "a", "type_id": 0}}], "pair": []}
+MULTIPLY = {
+    "bytes of bytes": section("pre_tokenizer", *[LEVEL] * 9),
+    "bytes of bytes in both": section("pre_tokenizer", *[LEVEL] * 3)
+    | section("normalizer", *[{"type": "ByteLevel"}] * 4),
+    "forms of bytes": section("normalizer", *[{"type": "ByteLevel"}, {"type": "NFKD"}] * 4),
+    "a prefix": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**4}},
+    "a prefix of each piece": section(
+        "pre_tokenizer",
+        *[{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}] * 9,
+    ),
+    "a map of characters": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}
+    },
+    "no mark of words": section("decoder", *[{"type": "BPEDecoder", "suffix": ""}] * 9),
+    "no delimiter": section(
+        "decoder",
+        *[{"type": "CTC", "pad_token": "_", "word_delimiter_token": "", "cleanup": False}] * 9,
+    ),
+    "a template": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "special_tokens": {"a": {"id": "a", "ids": [0] * 9999, "tokens": ["a"] * 9999}},
+            **TEMPLATE,
+        }
+    },
+    "many steps": section("normalizer", *[{"type": "BertNormalizer"}] * 200),
+    "a word without end": {"model": {"max_input_chars_per_word": 10**9}},
+    "an unknown step": {"pre_tokenizer": {"type": "Doubles"}},
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLY)
+def test_no_step_multiplies_a_text(fields, tmp_path, name):
+    changes = {
+        n: {**fields[n], **step} if n == "model" else step for n, step in MULTIPLY[name].items()
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields | changes))
+    with pytest.raises(
+        UserError, match=r"times as long|has a step|steps; legal|has 200 steps|square of it"
+    ):
+        tokenizer_files.read(tmp_path, {"vocab_size": 270})
+
+
+def test_a_token_of_millions_of_characters_is_refused(fields, tmp_path):
+    changed = copy.deepcopy(fields)
+    changed["added_tokens"].append(
+        {**changed["added_tokens"][0], "id": 270, "content": "x" * 10**6}
+    )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="a token of 1,000,000 characters"):
+        tokenizer_files.read(tmp_path, {"vocab_size": 271})
+
+
+REPLACE = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "\u2581"}
+PUBLISHED = {
+    "Llama 2": section(
+        "normalizer",
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ),
+    "T5": section("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, REPLACE)
+    | {"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}},
+    "BERT": {"normalizer": {"type": "BertNormalizer"}, "decoder": {"type": "WordPiece"}},
+    "many replacements": section("normalizer", *[REPLACE] * 20),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_steps_of_published_tokenizers_are_legal(name):
+    tokenizer_growth.refuse_growth(PUBLISHED[name] | {"model": {"byte_fallback": "Llama" in name}})
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

@@ -1,7 +1,7 @@
 """Variables of launchers and of jax: a process of a run, or a refusal."""
 
 import drawn
-from storms import Storm
+from drawn_inputs import DrawnInputs
 
 from sparse_dataflow.cluster import cluster
 
@@ -39,7 +39,7 @@ def environment(draw):
 
 
 def test_variables_name_a_process_or_are_refused():
-    counts = Storm("variables of launchers and jax")
+    counts = DrawnInputs("variables of launchers and jax")
     for _ in counts:
         variables = environment(counts.draw)
         attributes = {

@@ -225,7 +225,7 @@ def test_a_name_that_other_hosts_resolve_otherwise_is_listened_at_everywhere(mon
             assert listener.getsockname()[0] in ("0.0.0.0", "::")
 
 
-def refusal(monkeypatch, address, token=""):
+def join_refusal(monkeypatch, address, token=""):
     """What process 0 ends with whose coordinator's name leads to an address of no interface."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     infos = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
@@ -237,18 +237,18 @@ def refusal(monkeypatch, address, token=""):
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2a00:1450:4001:800::200e"])
 def test_without_a_token_a_public_coordinator_is_refused(monkeypatch, address):
-    assert "SPARSE_DATAFLOW_TOKEN" in refusal(monkeypatch, address)
-    assert "did not join" in refusal(monkeypatch, address, token="secret")
+    assert "SPARSE_DATAFLOW_TOKEN" in join_refusal(monkeypatch, address)
+    assert "did not join" in join_refusal(monkeypatch, address, token="secret")
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "192.168.1.7", "100.64.0.7", "127.0.1.1"])
 def test_without_a_token_process_0_says_who_can_join(monkeypatch, capfd, address):
     """The last is how Debian maps a machine's own name, which is then listened at everywhere."""
-    assert "did not join" in refusal(monkeypatch, address)
+    assert "did not join" in join_refusal(monkeypatch, address)
     message = capfd.readouterr().err
     assert "warning: without SPARSE_DATAFLOW_TOKEN, whoever reaches port" in message
     assert "every interface" in message
-    assert "did not join" in refusal(monkeypatch, address, token="secret")
+    assert "did not join" in join_refusal(monkeypatch, address, token="secret")
     assert "warning" not in capfd.readouterr().err
 
 

@@ -6,7 +6,10 @@ import json
 import pytest
 
 import sparse_dataflow as sd
+from sparse_dataflow.commands import train
+from sparse_dataflow.commands.job import build
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.training.programs import compile_programs
 from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.interchange import starting_point
@@ -73,7 +76,35 @@ def test_a_model_that_there_is_not_is_refused(place, named, tmp_path):
         sd.preset("pico").change(run__init_variant="sparse")
 
 
+def test_weights_that_do_not_fit_are_refused_before_a_folder_or_a_corpus(place, monkeypatch):
+    monkeypatch.setattr(train.run_folder, "opened", None)
+    for changes, words in (
+        ({"sparsity__block": 32, "sparsity__density": 0.25}, "block size"),
+        ({"model__experts": 4, "model__top_k": 1}, r"legal: model\.top_k of 2 or more"),
+    ):
+        config = sd.preset(place / "run").change(run__twin="no", **changes)
+        with pytest.raises(sd.UserError, match=words):
+            sd.train(config, texts=TEXTS)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sparsity__block": 32, "sparsity__density": 0.25}, "block size"),
+        ({"model__norm": "rmsnorm"}, "norm is layernorm"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_no_run(place, changes, words, tmp_path):
+    config = sd.preset(place / "run").change(
+        training__steps=1, training__batch=2, run__twin="no", run__out=str(tmp_path / "run"),
+        **changes,
+    )  # fmt: skip
+    with pytest.raises(sd.UserError, match=words):
+        sd.train(config, texts=TEXTS)
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_a_run_begins_with_is_said_with_its_loss(place, capfd):
     config = request_of(place, run__init_variant="dense", run__out=str(place / "pruned")).config()
     run, log = sd.train(config, texts=TEXTS), capfd.readouterr().err
@@ -93,7 +124,7 @@ def test_a_resumed_run_begins_with_the_model_of_its_record(place, monkeypatch):
     out = place / "stopped"
     config = request_of(place, run__init_variant="dense", run__out=str(out)).config()
     with monkeypatch.context() as patch:
-        patch.setattr("sparse_dataflow.commands.job.Job._trainer", interrupted)
+        patch.setattr("sparse_dataflow.commands.job.train_models._trainer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sd.train(config, texts=TEXTS)
     fields = json.loads((out / run_files.CONFIG).read_text())
@@ -107,16 +138,34 @@ def test_a_resumed_run_begins_with_the_model_of_its_record(place, monkeypatch):
 
     monkeypatch.setattr(starting_point, "read", recording)
     config = config.change(run__init_variant="")
-    monkeypatch.setattr("sparse_dataflow.commands.job.Job._trainer", interrupted_after_start)
+    monkeypatch.setattr(
+        "sparse_dataflow.commands.job.train_models._trainer", interrupted_after_start
+    )
     with pytest.raises(KeyboardInterrupt):
         sd.train(dataclasses.replace(config), texts=TEXTS, resume=True)
     assert variants[-1] == "dense"
+
+
+def test_programs_that_outlive_a_run_leave_its_parameter_server(place, tmp_path, monkeypatch):
+    kept = []
+
+    def kept_programs(*arguments):
+        kept.append(compile_programs(*arguments))
+        return kept[-1]
+
+    monkeypatch.setattr(build, "compile_programs", kept_programs)
+    server, out = str(tmp_path / "server"), str(tmp_path / "run")
+    request = request_of(
+        place, run__out=out, parallel__executor="relay", parallel__server_dir=server
+    )
+    sd.train(request.config(), texts=TEXTS)
+    assert sd.train(request.config(), texts=TEXTS, resume=True).finished and kept
 
 
 def interrupted(*arguments):
     raise KeyboardInterrupt
 
 
-def interrupted_after_start(job, *arguments):
-    job._weights()
+def interrupted_after_start(config, model, *arguments):
+    model.start()
     raise KeyboardInterrupt

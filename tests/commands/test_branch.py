@@ -59,6 +59,26 @@ def test_each_model_keeps_its_own_warm_up(tmp_path, steps, warmup, new_steps, wa
             assert [schedule(s) for s in range(level)] == pytest.approx(by_hand[:level], rel=1e-4)
 
 
+@pytest.mark.parametrize(("steps", "begins"), [(50, 40), (400, 80)], ids=["shorter", "longer"])
+def test_a_branch_begins_at_the_newest_checkpoint_before_both_falls(
+    tmp_path, monkeypatch, steps, begins
+):
+    """The rate of the saved run falls from step 80 of 100, that of the shorter one from step 40."""
+    saved, _ = saved_run(tmp_path / "run", {"sparse": 100}, training__decay=0.2)
+    (tmp_path / "run" / run_files.TOKENIZER).write_bytes(b"{}")
+    copied = {}
+
+    def copy(source, target, step, made_with):
+        target.mkdir(parents=True)
+        copied[source.name] = step
+
+    monkeypatch.setattr(branch, "_copy", copy)
+    monkeypatch.setattr(branch.named_arrays, "saved_steps", lambda _: range(10, 101, 10))
+    changed = saved.change(run__out=str(tmp_path / "new"), training__steps=steps)
+    branch.make(tmp_path / "run", branch.with_same_warmup(tmp_path / "run", changed), ("x",))
+    assert copied == {"sparse": begins} and (tmp_path / "new" / "sparse").is_dir()
+
+
 def test_a_new_end_within_the_warm_up_of_any_model_is_refused(tmp_path):
     saved, _ = saved_run(tmp_path / "run", {"sparse": 30, "dense": 300})
     changed = saved.change(run__out=str(tmp_path / "new"), training__steps=25)

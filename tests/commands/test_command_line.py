@@ -40,7 +40,9 @@ def options(*arguments):
 
 def run(main, *arguments, shared=(), options=Options):
     with pytest.raises(SystemExit) as left:
-        command_line.run(main, "A toy.", shared=shared, options=options, argv=["toy", *arguments])
+        command_line.run_main(
+            main, "A toy.", shared=shared, options=options, argv=["toy", *arguments]
+        )
     return left.value.code
 
 
@@ -141,7 +143,7 @@ def test_mistakes_name_what_is_legal(arguments, text):
 )
 def test_all_mistakes_of_a_line_are_named(arguments, mistakes, capsys):
     with pytest.raises(SystemExit) as ended:
-        command_line.run(lambda options: 0, "doc", options=Options, argv=["", *arguments])
+        command_line.run_main(lambda options: 0, "doc", options=Options, argv=["", *arguments])
     lines = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and len(lines) == len(mistakes)
     for line, words in zip(lines, mistakes, strict=True):
@@ -270,7 +272,7 @@ def test_a_defect_keeps_its_trace():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        command_line.run(main, "A toy.", options=Options, argv=["toy"])
+        command_line.run_main(main, "A toy.", options=Options, argv=["toy"])
 
 
 def test_the_result_of_main_is_the_exit_status():
@@ -286,7 +288,7 @@ def test_an_experiment_run_as_a_module(tmp_path):
         "def main(request):\n"
         "    print(request.config().training.steps, 'jax' in sys.modules)\n"
         "if __name__ == '__main__':\n"
-        "    command_line.run(main, __doc__, shared=('steps',))\n"
+        "    command_line.run_main(main, __doc__, shared=('steps',))\n"
     )
 
     def start(*arguments):
@@ -316,7 +318,7 @@ def test_jax_takes_the_memory_that_plans_count_on(monkeypatch):
             monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", before)
         seen = []
         with pytest.raises(SystemExit):
-            command_line.run(
+            command_line.run_main(
                 lambda request, seen=seen: seen.append(
                     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"]
                 ),

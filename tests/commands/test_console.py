@@ -10,7 +10,7 @@ import sys
 import pytest
 from marks import some
 
-from sparse_dataflow.commands import command_line as commands
+from sparse_dataflow.commands import experiment_modules
 from sparse_dataflow.files import console
 
 
@@ -28,9 +28,9 @@ def test_without_a_command_all_are_listed():
     done = run()
     assert done.returncode == 0 and done.stderr == ""
     listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
-    others = set(commands.experiments()) - set(console.EVERYDAY.values())
+    others = set(experiment_modules.experiments()) - set(console.EVERYDAY.values())
     assert listed == {*console.EVERYDAY, *others}
-    assert all(sentence.strip() for sentence in commands.experiments().values())
+    assert all(sentence.strip() for sentence in experiment_modules.experiments().values())
 
 
 @pytest.mark.parametrize(

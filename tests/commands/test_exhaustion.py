@@ -15,7 +15,7 @@ def main():
     started.wait()
     {failure}
 
-command_line.run(main, "doc", argv=["program"])
+command_line.run_main(main, "doc", argv=["program"])
 """
 FAILURES = {
     "threads": 'raise RuntimeError("can\'t start new thread")',

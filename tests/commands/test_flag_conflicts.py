@@ -29,12 +29,12 @@ def test_each_row_refuses_both_and_accepts_each(row):
 def test_the_flags_of_all_violated_rows_are_named_at_once():
     settings = {"parallel.stash": "host", "evolution.every": 5, "training.steps": 9}
     with pytest.raises(UserError) as refused:
-        parse({**settings, "run.minutes": 1, "evolution.plateau": 3, "parallel.server_dir": "d"})
+        parse({**settings, "run.minutes": 1, "evolution.first": "qkv", "parallel.server_dir": "d"})
     assert str(refused.value) == (
         "--set run.minutes with --set training.steps, which sets the length too; legal: one of "
         "them. --set parallel.stash, --set parallel.server_dir with parallel.executor=auto, which "
         "has no such setting; legal: --executor=relay. --set evolution.every with "
         "evolution.method=static, which exchanges no blocks; legal: --evolution=set or rigl. "
-        "--set evolution.plateau with evolution.method=static, which turns nothing dense; legal: "
+        "--set evolution.first with evolution.method=static, which turns nothing dense; legal: "
         "--evolution=sparse_to_dense."
     )

@@ -52,17 +52,28 @@ def test_a_folder_of_programs_that_jax_has_is_not_changed(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x00" * 64, b"\x28\xb5\x2f\xfd no program", b"x" * 4096]
-)
-def test_a_program_that_cannot_be_read_is_compiled_again(content):
+DAMAGES = {
+    "empty": lambda content: b"",
+    "zeros": lambda content: bytes(len(content)),
+    "short": lambda content: content[:-9],
+    "a flipped bit": lambda content: content[:99] + bytes([content[99] ^ 1]) + content[100:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_program_is_compiled_again(damage, caplog):
     program_cache.keep_programs()
     jax.jit(lambda x: x * 3.5)(1.0)
-    for path in programs():
-        path.write_bytes(content)
+    whole = {path: path.read_bytes() for path in programs()}
+    for path, content in whole.items():
+        path.write_bytes(damage(content))
     jax.clear_caches()
-    with pytest.warns(UserWarning, match="persistent compilation cache"):
-        assert jax.jit(lambda x: x * 3.5)(2.0) == 7.0
+    assert jax.jit(lambda x: x * 3.5)(2.0) == 7.0
+    assert "compiled again" in caplog.text
+    assert [path for path in whole if path.read_bytes() != damage(whole[path])]
+    caplog.clear()
+    jax.clear_caches()
+    assert jax.jit(lambda x: x * 3.5)(2.0) == 7.0 and not caplog.text
 
 
 @pytest.mark.parametrize("flags", ["fpu sse avx2", "fpu sse avx2 avx512f", "fp asimd sve"])

@@ -10,8 +10,7 @@ import sys
 import pytest
 
 import sparse_dataflow as sd
-from sparse_dataflow.commands import command_line as commands
-from sparse_dataflow.commands import run_folder
+from sparse_dataflow.commands import experiment_modules, run_folder
 from sparse_dataflow.monitoring.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -99,7 +98,7 @@ def test_a_record_names_code_host_and_seed(tmp_path, reports_without_continuatio
 
 
 def test_an_installed_wheel_names_the_console_script(monkeypatch):
-    monkeypatch.setattr(commands, "_in_wheel", lambda: True)
-    assert commands.command_of("evaluate") == "sparse-dataflow evaluate"
-    monkeypatch.setattr(commands, "_in_wheel", lambda: False)
-    assert commands.command_of("evaluate") == "python -m experiments.evaluate"
+    monkeypatch.setattr(experiment_modules, "_in_wheel", lambda: True)
+    assert experiment_modules.command_of("evaluate") == "sparse-dataflow evaluate"
+    monkeypatch.setattr(experiment_modules, "_in_wheel", lambda: False)
+    assert experiment_modules.command_of("evaluate") == "python -m experiments.evaluate"

@@ -8,9 +8,11 @@ import pytest
 from marks import some
 
 import sparse_dataflow as sd
+from sparse_dataflow.commands.prune_language_model import ROWS
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.data.tokenizer_library import Identity
 from sparse_dataflow.runs.variants import variant
 
 
@@ -53,6 +55,26 @@ def test_every_target_is_a_model_that_is_saved_and_loaded(block, tmp_path):
         assert set(pruned.model.model.masked_projections) == set(MODEL.model.projections)
         kernel = np.asarray(pruned.model.params["blocks"]["mlp_in"]["kernel"])
         assert not kernel[~pruned.masks["mlp_in"]].any()
+
+
+@pytest.mark.parametrize(("density", "heads"), [(0.5, 4), (0.9, 6), (0.25, 2)])
+def test_hidden_features_make_up_for_heads_that_are_rounded(density, heads):
+    model = dense(model__num_heads=6, model__num_kv_heads=2, model__head_dim=16, model__d_ff=192)
+    narrow = sd.prune(model, TOKENS, density=density, block="narrow").model.model
+    assert (narrow.num_heads, narrow.kv_heads) == (heads, 2)
+
+    def stored(config):  # The keys and values stay.
+        return sum(a * b for a, b in map(config.projection_shape, config.projections)) - 64 * 64
+
+    feature = 2 * 64
+    assert stored(narrow) == pytest.approx(density * stored(model.model), abs=feature)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.74])
+def test_a_narrow_model_has_at_least_one_and_no_more_features_than_the_model(density):
+    model = dense(model__num_heads=2, model__num_kv_heads=2, model__d_ff=64)
+    narrow = sd.prune(model, TOKENS, density=density, block="narrow").model.model
+    assert 1 <= narrow.d_ff <= 64 and narrow.num_heads == 1
 
 
 @pytest.mark.parametrize("pattern", some(["monarch", "shuffle"], "monarch"))
@@ -112,6 +134,20 @@ def test_a_folder_is_loaded_and_texts_are_tokenized(tmp_path):
     assert "1 projections, 50.0% of their weights" in repr(pruned)
 
 
+def test_texts_are_the_documents_of_training():
+    tokenizer = dataclasses.replace(MODEL.tokenizer, identity=Identity(prefix=(7,)))
+    model = dataclasses.replace(MODEL, tokenizer=tokenizer)
+    texts = [f"def main({number}):\n    return {number}\n" * 9 for number in range(4)]
+    ids = np.concatenate([[7, *tokenizer.encode(text), tokenizer.eot_id] for text in texts])
+    width = model.context
+    rows = ids[: len(ids) // width * width].reshape(-1, width)
+    ours, theirs = (
+        sd.prune(model, batches, where=lambda name, shape: name == "mlp_in", block=16)
+        for batches in (texts, [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)])
+    )
+    assert ours.errors == theirs.errors
+
+
 INFINITE = dataclasses.replace(MODEL, params=jax.tree.map(np.array, MODEL.params))
 INFINITE.params["blocks"]["mlp_out"]["kernel"][0, 3, 5] = np.nan
 SHARED = dataclasses.replace(
@@ -132,7 +168,6 @@ SPARSE = dataclasses.replace(MODEL, model=MODEL.model.with_linears(LinearSpec("b
         (MODEL, [""], {}, r"fewer than 10 tokens"),
         (MODEL, None, {}, r"not a list of batches"),
         (MODEL, TOKENS, {"density": 0.4}, r"qkv: Density 0.4 has no"),
-        (MODEL, TOKENS, {"density": 0.4, "block": "narrow"}, r"legal: multiples of 1/"),
         (MODEL, TOKENS, {"density": 1}, r"^density=1; legal: above 0 and below 1"),
         (MODEL, TOKENS, {"density": 1.5, "block": "narrow"}, r"^density=1.5; legal: above 0"),
         (MODEL, TOKENS, {"density": -1, "block": "narrow"}, r"^density=-1; legal: above 0"),

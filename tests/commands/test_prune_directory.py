@@ -1,6 +1,8 @@
 """`sd.prune` from a directory to a directory: one layer at a time, and on after an interrupt."""
 
 import dataclasses
+import inspect
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -12,7 +14,9 @@ from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.model import stacks
+from sparse_dataflow.files import derived
 from sparse_dataflow.interchange import huggingface
+from sparse_dataflow.interchange.pruned_directory import FACTS, PrunedDirectory
 from sparse_dataflow.pruning import rebuild
 
 LLAMA = {
@@ -173,3 +177,94 @@ with FolderLock(pathlib.Path({str(hidden)!r})):
             sd.prune(place, TOKENS, block=8, out=tmp_path / "pruned")
         owner.communicate(b"")
     assert sd.prune(place, TOKENS, block=8, out=tmp_path / "pruned").model.is_dir()
+
+
+def _stopped(place, folder, layers):
+    """Prunes until some layers are finished."""
+
+    def put(self, *arguments, real=PrunedDirectory.put, done=[]):  # noqa: B006
+        done.append(real(self, *arguments))
+        if len(done) == layers:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrunedDirectory, "put", put)
+        with pytest.raises(KeyboardInterrupt):
+            sd.prune(place, TOKENS, out=folder, **SMALL)
+
+
+SMALL = {"block": 8, "dtype": "float32", "where": lambda name, _: name == "mlp_in"}
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+def test_what_was_damaged_while_a_pruning_stood_still_is_pruned_again(tmp_path):
+    place = directory(tmp_path / "dense", layers=3, **LLAMA)
+    whole = sd.prune(place, TOKENS, out=tmp_path / "whole", **SMALL)
+    for number, damage in enumerate((_flip, lambda path: path.write_bytes(b""))):
+        folder = tmp_path / f"pruned{number}"
+        _stopped(place, folder, 2)
+        work = folder.with_name(f".{folder.name}.pruning")
+        damage(next(work.glob("model-00002*.safetensors")))
+        damage(work / FACTS)
+        assert equal(whole.model, sd.prune(place, TOKENS, out=folder, **SMALL).model)
+        assert not list(folder.glob("*.record")) and not (folder / FACTS).exists()
+
+
+def test_a_name_that_was_taken_meanwhile_loses_no_layer(tmp_path):
+    place = directory(tmp_path / "dense", layers=2, **LLAMA)
+    whole = sd.prune(place, TOKENS, out=tmp_path / "whole", **SMALL)
+    folder = tmp_path / "pruned"
+    _stopped(place, folder, 1)
+
+    def put(self, *arguments, real=PrunedDirectory.put):
+        folder.mkdir()
+        (folder / "notes").write_text("of another program")
+        return real(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrunedDirectory, "put", put)
+        with pytest.raises(sd.UserError, match="by another program meanwhile"):
+            sd.prune(place, TOKENS, out=folder, **SMALL)
+    shutil.rmtree(folder)
+    with pytest.raises(sd.UserError, match="pruned with other tokens"):
+        sd.prune(place, TOKENS[:2], out=folder, **SMALL)
+    assert equal(whole.model, sd.prune(place, TOKENS, out=folder, **SMALL).model)
+    names = [sorted(path.name for path in each.iterdir()) for each in (folder, tmp_path / "whole")]
+    assert names[0] == names[1]
+
+
+ARGUMENTS = [
+    n for n in inspect.signature(sd.prune).parameters if n not in ("out", "call", "tokens")
+]
+"""Arguments of the pruning of a language model that decide its weights; `tokens` is a part of the
+batches that texts become."""
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_each_argument_is_a_part_of_what_made_a_layer(name, tmp_path):
+    place = directory(tmp_path / "dense", layers=1, **LLAMA)
+    other = directory(tmp_path / "other", layers=1, **LLAMA)
+    changed = {
+        "model": dataclasses.replace(sd.load(other), params=jax.tree.map(
+            lambda leaf: leaf + 1, sd.load(other).params
+        )),
+        "batches": TOKENS[1:], "density": 0.25, "block": 4, "rounds": 1, "pattern": "monarch",
+        "where": lambda name, _: name == "mlp_out", "dtype": "bfloat16",
+    }  # fmt: skip
+    origins = []
+
+    def noted(self, number):
+        origins.append({**self._facts, "layer": number})
+        raise KeyboardInterrupt
+
+    before = {"model": sd.load(place), "batches": TOKENS, **SMALL}
+    for number, arguments in enumerate((before, before | {name: changed[name]})):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(PrunedDirectory, "restored", noted)
+            sd.prune(**arguments, out=tmp_path / f"out{number}")
+    assert derived.key(origins[0]) != derived.key(origins[1])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.commands import command_line, train
-from sparse_dataflow.commands.job import Run
+from sparse_dataflow.commands.job.run import Run
 from sparse_dataflow.commands.request import NAMED, resume_flags
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.evaluation.run_files import RunRecord, to_bytes
@@ -79,7 +79,6 @@ def saved_run(tmp_path):
         (["--init_from=x", "--set=model.norm=rmsnorm"], ["model.norm", "whose weights bring"]),
         (["--corpus="], ["data.corpus is empty"]),
         (["--batch=12", "--set=training.micro_batches=5"], ["1, 2, 3, 4, 6, 12"]),
-        (["--evolution=low_rank_tail"], ["low_rank_tail", "legal with sparsity.rank"]),
     ],
 )
 def test_contradictions_are_refused_by_name(arguments, words):
@@ -282,5 +281,10 @@ def test_where_the_machine_chooses_the_scale_it_chooses_the_dtype(monkeypatch, f
 
     monkeypatch.setattr(train, "train", trained)
     monkeypatch.setattr(train.hardware, "has_bfloat16_units", lambda: units)
-    assert train.run(parse(*flags), "gpt13b_sparse") == 0
+    assert train.train_experiment(parse(*flags), "gpt13b_sparse") == 0
     assert configs[0].run.scale == "nano" and configs[0].model.compute_dtype == dtype
+
+
+def test_ids_may_have_a_smaller_vocabulary_than_bpe_learns():
+    request = parse("--set=data.tokenizer=none", "--set=model.vocab_size=20")
+    assert request.changes["model.vocab_size"] == 20

@@ -76,6 +76,13 @@ def test_names_of_other_trainers_have_a_hint(name, hint):
     assert hint in str(error.value)
 
 
+@pytest.mark.parametrize("name", [name for names in peer_flags.GONE for name in names.split()])
+def test_flags_of_earlier_versions_have_a_hint(name):
+    with pytest.raises(UserError, match=f"unknown flag --{name}; .*[a-z]"):
+        command_line.arguments(["x", f"--{name}=3"], ["run"], None)
+    assert peer_flags.hint(name, ["run"], sets=False) in peer_flags.GONE.values()
+
+
 def test_hints_name_what_is_legal():
     paths = {f"--set {path}" for path in request.settings.by_path(request.RunConfig)}
     flags = {f"--{name}" for name in request.NAMED}
@@ -87,9 +94,10 @@ def test_hints_name_what_is_legal():
 
 def test_a_reader_that_leaves_is_no_error():
     code = "import sys;[print('x' * 100) for _ in range(20000)]"
+    quoted = code.replace("'", "\\'")
     command = (
         f'{sys.executable} -c "from sparse_dataflow.commands import command_line;'
-        f"command_line.run(lambda *_: exec('{code.replace(chr(39), chr(92) + chr(39))}'), 'doc')\""
+        f"command_line.run_main(lambda *_: exec('{quoted}'), 'doc')\""
         " | head -1; exit ${PIPESTATUS[0]}"
     )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)

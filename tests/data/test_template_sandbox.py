@@ -1,6 +1,7 @@
 """The process that renders templates: limits, restarts, forks, threads, no child left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,22 @@ def test_memory_is_bounded_where_the_system_has_no_limit():
     with pytest.raises(template_sandbox.LimitExceeded, match="128 MiB"):
         one.answer("render", text, True, "", {})
     assert one._process is None
+
+
+@pytest.mark.parametrize("pattern", [r"(\w)(\d)?", "b+", "", "(?P<a>a)|(c)"])
+def test_an_expression_finds_what_re_finds(pattern):
+    text, ours = "ab1 bbé\n", template_sandbox.Regex(pattern, re.IGNORECASE)
+    theirs = re.compile(pattern, re.IGNORECASE)
+    assert ours.findall(text) == theirs.findall(text)
+    assert ours.split(text) == theirs.split(text)
+    assert ours.sub(r"<\g<0>>", text, 2) == theirs.sub(r"<\g<0>>", text, 2)
+
+
+def test_an_expression_without_end_is_ended():
+    with pytest.raises(template_sandbox.LimitExceeded):
+        template_sandbox.Regex("(?:.|.)*Z").findall("x" * 60)
+    with pytest.raises(UserError, match="unterminated"):
+        template_sandbox.Regex("(")
 
 
 def test_threads_get_the_answers_to_their_own_requests():

@@ -20,12 +20,13 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import DataConfig, preset
 
 IDS = np.random.default_rng(0).integers(0, 50256, 3000)
-IDS[99::100] = 50256  # End of text.
+VALIDATION = np.random.default_rng(1).integers(0, 50256, 200)
+IDS[99::100] = VALIDATION[99::100] = 50256  # End of text.
 
 
 def nanogpt(folder):
     IDS.astype("<u2").tofile(folder / "train.bin")
-    IDS[:200].astype("<u2").tofile(folder / "val.bin")
+    VALIDATION.astype("<u2").tofile(folder / "val.bin")
 
 
 def llm_c(folder, name="fineweb_train_000001.bin", ids=IDS, magic=20240520, dtype="<u2"):
@@ -81,7 +82,7 @@ def test_ids_of_every_format_are_the_tokens_that_were_written(tmp_path, written)
     corpus = load_corpus(str(folder), tmp_path / "cache")
     prepared = prepare_tokens(corpus, gpt2_tokenizer(), tmp_path / "cache")
     assert len(prepared.validation.tokens) == (200 if written is nanogpt else 150)
-    expected = np.concatenate([IDS, IDS[:200]]) if written is nanogpt else IDS
+    expected = np.concatenate([IDS, VALIDATION]) if written is nanogpt else IDS
     np.testing.assert_array_equal(everything(prepared), expected)
     assert prepared.validation.documents == 2
     bytes_of = gpt2_tokenizer().token_bytes[np.asarray(prepared.train.tokens)]
@@ -105,7 +106,7 @@ def test_a_file_of_the_users_own_is_held_out(tmp_path):
     corpus = load_corpus(train, tmp_path / "cache", validation=held_out)
     prepared = prepare_tokens(corpus, gpt2_tokenizer(), tmp_path / "cache")
     np.testing.assert_array_equal(prepared.train.tokens, IDS)
-    np.testing.assert_array_equal(prepared.validation.tokens, IDS[:200])
+    np.testing.assert_array_equal(prepared.validation.tokens, VALIDATION)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match="one has token ids and one text"):
         load_corpus(train, tmp_path / "cache", validation=str(tmp_path / "a.txt"))
@@ -202,8 +203,64 @@ def test_the_tokenizer_must_be_told(tmp_path, monkeypatch):
 def test_an_unknown_tokenizer_counts_tokens_and_has_no_text(tmp_path):
     unknown = id_tokenizer(300)
     assert unknown.token_bytes.tolist() == [1] * 299 + [0]
-    assert unknown.encode("text").tolist() == [] and not unknown.has_text
+    assert unknown.encode("").tolist() == [] and not unknown.has_text
     assert unknown.token_to_bytes(5) == b"" and isinstance(unknown.decode([1, 2, 299]), str)
     unknown.save(tmp_path / "tokenizer.json")
     assert Tokenizer.load(tmp_path / "tokenizer.json") == unknown
     assert json.loads((tmp_path / "tokenizer.json").read_text())["vocab_size"] == 300
+
+
+WIDTHS = ["<u2", "<i4", "<u4", "<i8", "<u8"]
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize("size", [4, 300, 50257, 65536, 150000, 262144])
+def test_the_width_of_ids_without_a_header_is_seen_or_asked_for(tmp_path, dtype, size, caplog):
+    """Never are other ids read than were written."""
+    ids = (np.random.default_rng(size).integers(0, size, 20000) * (np.arange(20000) % 3 > 0)) % size
+    if size > 65536 and dtype == "<u2":
+        pytest.skip("they do not fit")
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    try:
+        read = load_corpus(str(tmp_path), tmp_path.parent / "cache").ids
+    except UserError as error:
+        assert "a name with uint8" in str(error)
+        (tmp_path / "train.bin").rename(tmp_path / f"train.uint{8 * int(dtype[2])}.bin")
+        read = load_corpus(str(tmp_path), tmp_path.parent / "cache").ids
+    np.testing.assert_array_equal(np.concatenate([read.train[:], read.validation[:]]), ids)
+    assert dtype == "<u2" or "uint" in caplog.text + str(list(tmp_path.iterdir()))
+
+
+def test_ids_of_one_byte_are_asked_for(tmp_path):
+    text = ("to be or not to be, that is the question: é " * 400).encode()
+    (tmp_path / "train.bin").write_bytes(text)
+    with pytest.raises(UserError, match="ids of 1 byte"):
+        load_corpus(str(tmp_path), tmp_path.parent / "cache")
+    (tmp_path / "train.bin").rename(tmp_path / "train_uint8.bin")
+    read = load_corpus(str(tmp_path), tmp_path.parent / "cache").ids
+    assert bytes(np.concatenate([read.train[:], read.validation[:]])) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "starts", "count"),
+    [
+        ((-500, 1500), (0, -1000), 2),
+        ((500, 500), (0, 1000), 2**40),
+        ((500, 500), (0, 999), 2),
+        ((500, 501), (0, 1000), 2),
+    ],
+)
+def test_an_index_that_contradicts_its_file_is_refused(tmp_path, sizes, starts, count):
+    (tmp_path / "train.bin").write_bytes(b"\1\0" * 1000)
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, 1)
+    tail = np.array(sizes, "<i4").tobytes() + np.array([*starts, 0], "<i8").tobytes()
+    (tmp_path / "train.idx").write_bytes(head + tail)
+    with pytest.raises(UserError, match=r"no index of Megatron|copy both files"):
+        load_corpus(str(tmp_path), tmp_path.parent / "cache")
+
+
+def test_an_index_is_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparse_dataflow.data.token_files._SEQUENCES", 7)
+    megatron(tmp_path)
+    corpus = load_corpus(str(tmp_path), tmp_path / "cache")
+    assert len(corpus.ids.train) + len(corpus.ids.validation) == len(IDS)

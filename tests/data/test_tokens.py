@@ -80,14 +80,11 @@ def flip(path):
 @pytest.mark.parametrize(
     "name, damage",
     [
-        ("train.npy", flip),
-        ("train.npy", lambda path: path.write_bytes(path.read_bytes()[:-3])),
-        ("train.npy", lambda path: path.write_bytes(b"")),
-        ("train.npy", lambda path: path.unlink()),
-        ("train.json", lambda path: path.unlink()),
-        ("train.json", lambda path: path.write_text("{")),
-        ("train.json", lambda path: path.write_text("[]")),
-        ("train.json", lambda path: path.write_text(path.read_text().replace("abab", "abac"))),
+        ("train-*.npy", flip),
+        ("train-*.npy", lambda path: path.write_bytes(path.read_bytes()[:-3])),
+        ("train-*.npy", lambda path: path.unlink()),
+        ("train-*.record", lambda path: path.unlink()),
+        ("train-*.record", lambda path: path.write_text("[]")),
     ],
 )
 def test_damaged_files_are_rewritten(prose, tokenizer, tmp_path, name, damage):
@@ -152,7 +149,7 @@ def interrupted(prose, tokenizer, tmp_path, monkeypatch, documents):
     broken = type(prose)(prose.name, train, prose.validation, prose.content_hash)
     with pytest.raises(KeyboardInterrupt):
         prepare_tokens(broken, tokenizer, tmp_path)
-    (partial,) = (tmp_path / "tokens").rglob(".train.npy.partial")
+    (partial,) = (tmp_path / "tokens").rglob(".train-*.npy.partial")
     return partial
 
 

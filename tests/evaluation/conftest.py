@@ -18,10 +18,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.training.saved_state import SavedState, identity
 from sparse_dataflow.core.training.step import initial_state
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
@@ -123,6 +123,6 @@ def trained_run(models, tokenizer, tmp_path):
                 params = jax.tree.map(lambda a, step=step: a + step, state.params)
                 state = state._replace(step=np.int32(step), params=params)
                 states[name, step] = state
-                extra = {"bits_per_byte": metric, "starts": [0], "seconds": 1.0, "plateau": None}
+                extra = {"bits_per_byte": metric, "starts": [0], "seconds": 1.0}
                 checkpoints.save(step, SavedState.of(state), extra, metric)
     return SimpleNamespace(path=folder, states=states)

@@ -22,7 +22,7 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
@@ -59,7 +59,7 @@ def greedy(model):
     return [c.tokens for c in generate(model, PROMPTS, max_new_tokens=8)]
 
 
-def refusal(model):
+def offloading_refusal(model):
     try:
         OffloadedExperts(model, 2)
     except UserError as error:
@@ -80,6 +80,6 @@ if __name__ == "__main__":
         scores, _ = score(mesh_forward(model, executor), limits, requests)
         error = np.abs(np.array([value for value, _ in scores]) - values).max()
         same = greedy(sharded(model, executor.mesh)) == greedy(model)
-        reason = refusal(sharded(random_model(experts=4), executor.mesh))
+        reason = offloading_refusal(sharded(random_model(experts=4), executor.mesh))
         results[text] = [float(error / np.abs(values).max()), same, reason]
     print(json.dumps(results))

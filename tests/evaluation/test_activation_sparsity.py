@@ -17,7 +17,7 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.evaluation.activation_sparsity import (

@@ -12,7 +12,7 @@ from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
@@ -98,6 +98,23 @@ def test_tokens_do_not_depend_on_how_many_a_program_writes(monkeypatch, sampling
     (one, singly), (slow, slowly), (fast, at_once) = written.values()
     assert one == slow == fast
     assert singly == slowly == [1] * 12 and at_once == [1, 2, 4, 5]
+
+
+def test_a_deep_model_on_a_cpu_compiles_equal_layers_once(monkeypatch):
+    config = dataclasses.replace(DENSE, num_layers=4)
+    prompts = draw_prompts((5, 9))
+    whole_programs = greedy_tokens(config, prompts, 6)
+    monkeypatch.setattr(kv_cache, "DEEP", 3)
+    kv_cache._layers.cache_clear()
+    before = kv_cache.prefill._cache_size(), kv_cache.decode_tokens._cache_size()
+    assert greedy_tokens(config, prompts, 6) == whole_programs
+    assert (kv_cache.prefill._cache_size(), kv_cache.decode_tokens._cache_size()) == before
+    for function, argument, jit in (
+        (kv_cache._read_prompt, 16, {}),
+        (kv_cache._append_text, True, {"donate_argnums": 1}),
+    ):
+        programs = set(kv_cache._layers(config, function, argument, **jit))
+        assert [program._cache_size() for program in programs] == [1]
 
 
 @pytest.mark.slow

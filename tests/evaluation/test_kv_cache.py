@@ -81,7 +81,8 @@ def test_caches_with_room_are_written_as_others(rows, new, at):
     caches = (kv_cache.LayerCache(keys, values),) * DENSE.num_layers
     tokens = rng.integers(0, DENSE.vocab_size, (rows, new), np.int32)
     arguments = DENSE, weights, caches, tokens, np.full(rows, at, np.int32)
-    plain, with_room = (kv_cache.decode_text(*arguments, has_room) for has_room in (False, True))
+    decode = jax.jit(kv_cache.decode_text, static_argnums=(0, 5))
+    plain, with_room = (decode(*arguments, has_room) for has_room in (False, True))
     for right, array in zip(*map(jax.tree.leaves, (plain, with_room)), strict=True):
         np.testing.assert_allclose(array, right, rtol=1e-6, atol=1e-6)
 
@@ -167,3 +168,17 @@ def test_zeros_save_the_bytes_of_long_rows_of_the_first_factor():
     read, less = (decoding_bytes(config, 1, 0, activation_sparsity=s) for s in (0, 0.5))
     dense = 2 * 1024 * 4096  # mlp_in and mlp_out.
     assert read - less == 4 * 0.5 * (1024 * 256 + dense)
+
+
+def test_equal_layers_are_traced_once(monkeypatch):
+    config = dataclasses.replace(DENSE, num_layers=5, seed=123)
+    params, tables = random_model(config)
+    weights = kv_cache.prepare(config, ModelWeights(params, tables))
+    traced, block = [], kv_cache.gpt.block
+    monkeypatch.setattr(
+        kv_cache.gpt, "block", lambda *args, **more: traced.append(1) or block(*args, **more)
+    )
+    tokens, positions = np.zeros((1, WIDTH), np.int32), np.array([WIDTH], np.int32)
+    _, caches = kv_cache.prefill(config, weights, tokens, positions, cache_tokens=CACHE)
+    decode_token(config, weights, caches, tokens[:, 0], positions)
+    assert len(traced) == 2 and len(caches) == 5

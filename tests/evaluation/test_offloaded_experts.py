@@ -13,7 +13,7 @@ from small_models import shapes_of, tables_of
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.evaluation import kv_cache, offloaded_experts
 from sparse_dataflow.evaluation.generate import generate_tokens
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts

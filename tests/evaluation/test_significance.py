@@ -41,6 +41,14 @@ def test_the_paired_test_is_students_t_test():
     assert paired_difference(b, a, range(50)).difference == -result.difference
 
 
+def test_more_items_of_the_same_documents_give_no_degrees_of_freedom():
+    rng, documents = np.random.default_rng(0), np.arange(6)
+    a, b = rng.normal(0.3, 1, 6), rng.normal(0, 1, 6)
+    once = paired_difference(a, b, documents)
+    often = paired_difference(*(np.repeat(each, 5) for each in (a, b, documents)))
+    assert (often.low, often.high, often.p) == pytest.approx((once.low, once.high, once.p))
+
+
 def test_the_false_positive_rate_is_controlled_under_clustering():
     rng, positives = np.random.default_rng(0), 0
     documents = np.repeat(np.arange(12), 20)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.evaluation.tasks import builtin, generated
 from sparse_dataflow.evaluation.tasks.items import Item, read_items, sample_items
@@ -156,6 +156,56 @@ def test_an_invalid_line_raises_with_file_and_line(tmp_path, line, words):
     with pytest.raises(UserError) as error:
         read_items(path)
     assert all(word in str(error.value) for word in ["task.jsonl", *words]), error.value
+
+
+def bigbench(tmp_path, examples, **fields):
+    path = tmp_path / "task.json"
+    path.write_text(json.dumps({"name": "a", "examples": examples, **fields}, indent=2))
+    return path
+
+
+def test_choices_of_bigbench_are_scored_by_its_words(tmp_path):
+    examples = [{"input": "Is it?", "target_scores": {"yes": 0, "no": 1}}]
+    path = bigbench(tmp_path, examples)
+    listed = "Q: Is it?\n  choice: yes\n  choice: no\nA: "
+    swapped = "Q: Is it?\n  choice: no\n  choice: yes\nA: "
+    assert read_items(path) in ([Item(text, ("yes", "no"), 1, "1")] for text in (listed, swapped))
+    path = bigbench(
+        tmp_path, examples, append_choices_to_input=False, example_output_prefix="\nAnswer:"
+    )
+    assert read_items(path) == [Item("Q: Is it?\nAnswer:", ("yes", "no"), 1, "1")]
+
+
+def test_words_of_a_bigbench_task_are_those_of_its_file(tmp_path):
+    examples = [{"input": "Is it?", "target_scores": {"yes": 1}}]
+    path = bigbench(
+        tmp_path, examples, task_prefix="Say yes.", choice_prefix="\n- ", example_input_prefix="\n"
+    )
+    assert read_items(path) == [Item("Say yes.\nIs it?\n- yes\nA: ", ("yes",), 0, "1")]
+
+
+def test_targets_of_bigbench_are_generated(tmp_path, caplog):
+    examples = [{"input": "2+2=", "target": ["4", "four"]}, {"input": "1+1=", "target": "2"}]
+    items = read_items(bigbench(tmp_path, examples, example_input_prefix=""))
+    assert items == [Item("2+2=\nA: ", ("4",), 0, "1"), Item("1+1=\nA: ", ("2",), 0, "2")]
+    assert "1 questions have several targets, of which the first counts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({"target": "a"}, "example 1, lacks context"),
+        ({"input": 3, "target": "a"}, "example 1, lacks context"),
+        ({"input": "a"}, "example 1: choices must be a list of texts"),
+        ({"input": "a", "target_scores": {"": 1}}, "example 1: choices must be a list of texts"),
+        ({"input": "a", "target_scores": {"b": "c", "d": 1}}, "example 1: answer must be"),
+        ({"input": "a", "target_scores": {"b": 0, "d": 0}}, "example 1: answer must be"),
+        ("a", "example 1, lacks context"),
+    ],
+)
+def test_a_damaged_question_of_bigbench_is_one_sentence(tmp_path, example, words):
+    with pytest.raises(UserError, match=words):
+        read_items(bigbench(tmp_path, [example]))
 
 
 def test_a_missing_or_empty_file_raises(tmp_path):

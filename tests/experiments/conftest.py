@@ -70,7 +70,7 @@ def refused(job, tmp_path, monkeypatch, capsys):
         module = importlib.import_module(f"experiments.{experiment}")
         monkeypatch.setattr(sys, "argv", [experiment, *without_repeats(arguments)])
         with pytest.raises(SystemExit) as left:
-            command_line.run(
+            command_line.run_main(
                 module.main,
                 module.__doc__,
                 shared=getattr(module, "SHARED", ()),

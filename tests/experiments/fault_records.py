@@ -1,8 +1,8 @@
-"""What the fault tests measured, as the table in docs/surviving.md.
+"""What the fault tests measured, as the table in docs/evidence/surviving.md.
 
     python tests/experiments/fault_records.py
 
-puts what faults.json holds into docs/surviving.md; `make faults` measures it anew before.
+puts what faults.json holds into docs/evidence/surviving.md; `make faults` measures it anew before.
 """
 
 import datetime
@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import storms
+import drawn_inputs
 
 WIDTH = 100
 FILE = Path(__file__).with_name("faults.json")
-PAGE = Path(__file__).parents[2] / "docs" / "surviving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "surviving.md"
 RANDOM_KILLS = {1: "random kills in a row", 2: "random kills in a row, of one of two processes"}
 MIRRORED = "the disk lost in the middle of a save, with a mirror"
 MIRROR_KILLS = "random kills while a mirror is written and read"
@@ -121,18 +121,20 @@ def text(rows):
     return f"{textwrap.fill(intro, WIDTH)}\n\n{HEAD}{''.join(lines)}"
 
 
-def replaced(page, rows, storm):
-    """The text of docs/surviving.md with the tables of these rows."""
-    page, count = storms.PLACE.subn(lambda match: storms.text(storm), page)
-    assert count == 1, "docs/surviving.md has no place for the counts"
+def replaced(page, rows, drawn):
+    """The text of docs/evidence/surviving.md with the tables of these rows."""
+    page, count = drawn_inputs.PLACE.subn(lambda match: drawn_inputs.text(drawn), page)
+    assert count == 1, "docs/evidence/surviving.md has no place for the counts"
     changed, count = _PLACE.subn(lambda match: text(rows), page)
-    assert count == 1, "docs/surviving.md has no place for the table"
+    assert count == 1, "docs/evidence/surviving.md has no place for the table"
     return changed
 
 
 if __name__ == "__main__":
     measured = json.loads(FILE.read_text())
-    page = replaced(PAGE.read_text(encoding="utf-8"), measured, json.loads(storms.FILE.read_text()))
+    page = replaced(
+        PAGE.read_text(encoding="utf-8"), measured, json.loads(drawn_inputs.FILE.read_text())
+    )
     PAGE.write_text(page, encoding="utf-8")
     missing = [fault for fault in FAULTS if fault not in measured]
     print(f"{PAGE.name}: {len(measured)} of {len(FAULTS)} faults measured", *missing, sep="\n  ")

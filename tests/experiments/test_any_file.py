@@ -10,8 +10,8 @@ import json
 import pathlib
 import shutil
 import signal
+import struct
 import tracemalloc
-import typing
 
 import numpy as np
 import pytest
@@ -19,14 +19,15 @@ from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from experiments.benchmarks.chip_report import chip_data
 from experiments.studies import study
 from experiments.studies.scaling_law import read_runs
+from experiments.studies.structure import design
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.commands.request import NAMED
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.data import tokens
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
@@ -36,10 +37,9 @@ from sparse_dataflow.evaluation.tasks import items
 from sparse_dataflow.files import folders, manifest
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.interchange import huggingface, sparse_form
+from sparse_dataflow.interchange import huggingface, sparse_form, tensors
 from sparse_dataflow.monitoring import goodput
 from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
-from sparse_dataflow.reporting import chip_data
 from sparse_dataflow.runs.run_config import SIZES, preset
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,8 +72,8 @@ RECORD = RunRecord(
 )
 HUGGING_FACE = ROOT / "tests" / "interchange"
 EVALUATION = {
-    "models": ["sparse"], "method": "m", "notes": [], "command": "python",
-    "rows": [],
+    "models": {"sparse": {"id": RECORD.identity, "variant": "sparse", "step": 12}},
+    "method": "m", "notes": [], "command": "python", "rows": [],
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def run_of(path):
 
 
 def evaluated(path):
-    return evaluation_report.read(path.parent)
+    return evaluation_report.read(path.parent, RECORD)
 
 
 def reported(path):
@@ -141,6 +141,14 @@ def documents(path):
     return list(load_corpus(str(path), path.parent / "cache").train)
 
 
+def token_ids(path):
+    path.with_suffix(".bin").touch()
+    if path.suffix == ".idx":
+        path.with_suffix(".bin").write_bytes(b"\1\0" * 1000)
+    ids = load_corpus(str(path.with_suffix(".bin")), path.parent / "cache").ids
+    return len(ids.train[:]) + len(ids.validation[:])
+
+
 def examples(path):
     return list(load_corpus(str(path), path.parent / "cache", examples=True).train)
 
@@ -155,6 +163,25 @@ def templated(path):
     return template and template.answers(messages)
 
 
+def gguf_text(words):
+    return struct.pack("<Q", len(words)) + words
+
+
+def gguf_content():
+    """A file of llama.cpp with two keys and a tensor."""
+    keys = gguf_text(b"general.architecture") + struct.pack("<I", 8) + gguf_text(b"llama")
+    keys += gguf_text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2)
+    keys += gguf_text(b"one") + gguf_text(b"two")
+    tensor = gguf_text(b"output.weight") + struct.pack("<IQQIQ", 2, 32, 2, 8, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 2) + keys + tensor
+    return head + bytes(-len(head) % 32) + bytes(68)
+
+
+def llama_cpp(path):
+    file = tensors.opened_gguf(path)
+    return [tensors.Tensors(path.parent, [path]).read(n, file.shape(n)) for n in file.places]
+
+
 def exported(path):
     return sparse_form.read_config(path.parent)
 
@@ -163,17 +190,16 @@ def counted(path):
     return goodput.seconds_by_category(goodput.read(path), 1.0)
 
 
-def tuning():
-    kinds = {int: 8, str: "x", bool: False}
-    hints = typing.get_type_hints(tuned.Case)
-    return text({"entries": [{n: kinds.get(k) for n, k in hints.items()} | {"tiles": {"tm": 8}}]})
-
-
 ROWS = b'{"kind": "train", "step": 1, "loss": 2.0}\n{"kind": "eval", "step": 1}\n'
 ATTEMPT = {"attempt": 1, "began": 1, "elapsed": 2, "seconds": {"step": 1}, "ended": True}
 CHIP = (
     b'name = "x"\nbfloat16_tflops = 100\nmemory_gb = 80\nbandwidth_gb_s = 2000\n'
     b"[network]\nisland = 8\nfast_gb_s = 300\nslow_gb_s = 50\n"
+)
+INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQ4i4qq", 1, 8, 4, 1, *[250] * 4, *range(0, 2000, 500), 0)
+STUDY = (
+    b'trials = [2]\nshares = [1.0]\n[settings]\n"model.num_layers" = 1\n[budgets]\ntiny = 2e9\n'
+    b"[space]\nrate = [1e-3]\n[arms.dense.settings]\n"
 )
 RUNS = b"parameters,sparsity,tokens,loss\n1000,0.5,2000,3.1\n3000,0.5,2000,3.0\n"
 EXTRA = {
@@ -188,6 +214,7 @@ CHIP_REPORT = chip_data.to_json(
     )
 )  # fmt: skip
 EXAMPLE = text({"prompt": "one", "answer": "two"}) + b"\n"
+OTHER_EXAMPLE = text({"prompt": "three", "answer": "four"}) + b"\n"
 TEMPLATE = {
     "eos_token": "<e>",
     "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -205,15 +232,18 @@ READERS = {
     "report.json": ("report.json", text(REPORT), reported),
     "chip report": ("report.json", text(CHIP_REPORT), chip_data.read),
     "hardware TOML": ("chip.toml", CHIP, chips.read),
-    "tuning JSON": ("tuned.json", tuning(), tuned.read),
+    "study TOML": ("study.toml", STUDY, design.read),
     "study CSV": ("runs.csv", RUNS, read_runs),
     "study result.json": ("result.json", text({"loss": 1.0}), result_of),
     "study settings.json": ("settings.json", text(preset("pico").to_json()), settings_of),
     "task file": ("task.jsonl", text(QUESTION) + b"\n", items.read_items),
     "corpus of JSON lines": ("corpus.jsonl", text({"text": "one two " * 9}) + b"\n", documents),
-    "examples": ("examples.jsonl", 2 * EXAMPLE, examples),
+    "examples": ("examples.jsonl", EXAMPLE + OTHER_EXAMPLE, examples),
     "chat template": ("tokenizer_config.json", text(TEMPLATE), templated),
+    "token ids": ("train.bin", np.arange(3000, dtype="<u2").tobytes(), token_ids),
+    "index of token ids": ("train.idx", INDEX, token_ids),
     "corpus of text": ("corpus.txt", "d\u00e9 j\u00e0 vu ".encode() * 9, documents),
+    "file of llama.cpp": ("model.gguf", gguf_content(), llama_cpp),
     "sparse export's config.json": ("config.json", text(EXPORT), exported),
     "checkpoint extra.json": ("3/extra.json", text(EXTRA), restored),
 }

@@ -1,6 +1,7 @@
 """What a user can get wrong: refused with a message before any work, and nothing is left behind."""
 
 import json
+import shutil
 
 import pytest
 from main_job import PICO, checkpoint_steps, rows, write_corpus
@@ -62,7 +63,7 @@ def new(refused, job, tmp_path):
         (["--evolution=gradual", "--density=1"], ["gradual", "density 1 stores every block"]),
         (
             ["--evolution=low_rank_tail", "--set=sparsity.rank=4"],
-            ["2 phases", "2 steps", "evolution.at"],
+            ["low_rank_tail", "sparse_to_dense"],
         ),
         (["--evolution=gradual"], ["3 phases", "2 steps", "--steps"]),
     ],
@@ -176,6 +177,13 @@ def test_a_config_or_record_that_was_changed(resumed, copy, file, change, words)
     path.write_text(text, encoding="latin-1")
     error = resumed()
     assert all(word in error for word in words), error
+
+
+def test_checkpoints_of_another_model_are_refused_before_anything_is_written(resumed, copy):
+    """Those of the second model are read after those of the first, whose files stay."""
+    shutil.rmtree(copy / "dense" / "checkpoints")
+    shutil.copytree(copy / "sparse" / "checkpoints", copy / "dense" / "checkpoints")
+    assert "another config" in resumed()
 
 
 def changed(config, part, name, value):

@@ -80,7 +80,7 @@ def test_a_run_and_its_twin(evaluated, copy):
     assert 'id="evaluation"' in page and "last_word, 1-shot" in page
 
 
-def refusal(evaluated, *arguments):
+def evaluation_refusal(evaluated, *arguments):
     status, _, error = evaluated(*arguments)
     assert status == 2
     return error
@@ -113,14 +113,14 @@ def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, t
     assert list(first["models"]) == names and list(first["paired"]) == names[1:]
     assert first["paired"]["sparse of sparse"]["difference"] == pytest.approx(0, abs=1e-4)
     none = f"--against={copy}:narrow"
-    assert f"{copy} has no narrow model" in refusal(evaluated, f"--run={copy}", none)
+    assert f"{copy} has no narrow model" in evaluation_refusal(evaluated, f"--run={copy}", none)
     other = (f"--run={copy}", "--corpus=sotu")
-    assert "--corpus=sotu contradicts the run" in refusal(evaluated, *other)
+    assert "--corpus=sotu contradicts the run" in evaluation_refusal(evaluated, *other)
 
 
 def test_thresholds_need_one_device(evaluated, copy, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    said = refusal(evaluated, f"--run={copy}", "--activation_sparsity=0.4")
+    said = evaluation_refusal(evaluated, f"--run={copy}", "--activation_sparsity=0.4")
     assert "needs one device, and this process has 2; legal here: 0" in said
 
 
@@ -135,14 +135,14 @@ def test_thresholds_change_the_loss_and_are_noted(evaluated, copy):
 
 
 def test_runs_that_cannot_be_evaluated(evaluated, copy, tmp_path):
-    assert "No run is named; give a run folder" in refusal(evaluated)
-    assert "not a run folder" in refusal(evaluated, f"--run={tmp_path}")
+    assert "No run is named; give a run folder" in evaluation_refusal(evaluated)
+    assert "not a run folder" in evaluation_refusal(evaluated, f"--run={tmp_path}")
     run = f"--run={copy}"
-    assert "whole numbers" in refusal(evaluated, run, "--num_fewshot=0,x")
-    assert "--items=1" in refusal(evaluated, run, "--items=1")
-    assert "newest, best or a step" in refusal(evaluated, run, "--checkpoint=last")
+    assert "whole numbers" in evaluation_refusal(evaluated, run, "--num_fewshot=0,x")
+    assert "--items=1" in evaluation_refusal(evaluated, run, "--items=1")
+    assert "newest, best or a step" in evaluation_refusal(evaluated, run, "--checkpoint=last")
     (copy / "tokenizer.json").unlink()
-    assert "has no tokenizer.json" in refusal(evaluated, run)
+    assert "has no tokenizer.json" in evaluation_refusal(evaluated, run)
     assert not (copy / "evaluation.json").exists()
 
 
@@ -156,14 +156,16 @@ def no_loading(monkeypatch):
 
 def test_tasks_that_cannot_be_asked(evaluated, copy, tmp_path, no_loading):
     run = f"--run={copy}"
-    error = refusal(evaluated, run, "--tasks=clozes")
+    error = evaluation_refusal(evaluated, run, "--tasks=clozes")
     assert "no task 'clozes'" in error and "Did you mean cloze?" in error
-    assert "needs Python source" in refusal(evaluated, run, "--tasks=call_name")
+    assert "needs Python source" in evaluation_refusal(evaluated, run, "--tasks=call_name")
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"context": "a"}) + "\n")
-    assert "line 1, lacks choices and answer" in refusal(evaluated, run, f"--tasks={path}")
+    assert "line 1, lacks choices and answer" in evaluation_refusal(
+        evaluated, run, f"--tasks={path}"
+    )
     path.write_text(json.dumps(GOOD) + "\n")
-    assert "too few for 5 different ones" in refusal(evaluated, run, f"--tasks={path}")
+    assert "too few for 5 different ones" in evaluation_refusal(evaluated, run, f"--tasks={path}")
     assert not (copy / "evaluation.json").exists()
 
 
@@ -174,7 +176,7 @@ def test_without_a_network_the_own_tasks_are_named(evaluated, copy, no_loading, 
         raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    error = refusal(evaluated, f"--run={copy}", "--tasks=cloze,hellaswag")
+    error = evaluation_refusal(evaluated, f"--run={copy}", "--tasks=cloze,hellaswag")
     assert "data of the task hellaswag cannot be downloaded (Couldn't reach" in error
     assert "last_word, continuation, cloze, agreement, copying, " in error
     assert error.endswith(" need no network.")
@@ -185,11 +187,11 @@ def test_runs_that_cannot_be_compared(evaluated, copy, undisturbed):
     record = json.loads((copy / "run.json").read_text())
     record["corpus_hash"] = "0" * 64
     (copy / "run.json").write_text(json.dumps(record))
-    error = refusal(evaluated, f"--run={undisturbed}", f"--against={copy}")
+    error = evaluation_refusal(evaluated, f"--run={undisturbed}", f"--against={copy}")
     assert "different corpora" in error
-    assert "has changed since" in refusal(evaluated, f"--run={copy}")
+    assert "has changed since" in evaluation_refusal(evaluated, f"--run={copy}")
 
 
 def test_without_lm_eval_the_extra_is_named(evaluated, copy, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "sparse_dataflow[eval]" in refusal(evaluated, f"--run={copy}")
+    assert "sparse_dataflow[eval]" in evaluation_refusal(evaluated, f"--run={copy}")

@@ -67,21 +67,6 @@ def test_a_run_writes_exports_and_is_begun_from(job, refused, undisturbed, tmp_p
         np.testing.assert_allclose(np.sum(np.square(was)), np.sum(np.square(now)), rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_greedy_text_of_the_dense_twin_is_the_same_with_drafts_of_the_sparse_model(
-    job, undisturbed
-):
-    words = f"--run={undisturbed}", "--variant=dense", "--prompt=the of", "--max_new_tokens=12"
-    plain = job.run(*words, experiment="generate")
-    drafted = job.run(*words, f"--draft={undisturbed}", experiment="generate")
-    assert plain.returncode == drafted.returncode == 0, drafted.stderr
-    said = plain.stdout + plain.stderr, drafted.stdout + drafted.stderr
-    assert "accepted" not in said[0] and " accepted (" in said[1]
-    assert drafted.stdout.startswith(plain.stdout)
-    refused = job.run(*words, f"--draft={undisturbed}", "--expert_slots=2", experiment="generate")
-    assert refused.returncode == 2 and "--draft is for one --run" in refused.stderr
-
-
 def test_lines_are_continued_until_the_input_ends(job, undisturbed):
     done = subprocess.run(
         [

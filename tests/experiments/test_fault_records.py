@@ -1,19 +1,19 @@
-"""The table of faults in docs/surviving.md: every fault, as the fault tests last measured it."""
+"""The table of faults in docs/evidence/surviving.md has every fault, as last measured."""
 
 import json
 
+import drawn_inputs
 import fault_records
 import pytest
-import storms
 from fault_records import FAULTS, Record
 
 
 def test_the_table_is_the_measured_one():
     rows = json.loads(fault_records.FILE.read_text())
-    storm = json.loads(storms.FILE.read_text())
-    assert set(rows) <= set(FAULTS) and set(storm) <= set(storms.KINDS)
+    drawn = json.loads(drawn_inputs.FILE.read_text())
+    assert set(rows) <= set(FAULTS) and set(drawn) <= set(drawn_inputs.KINDS)
     page = fault_records.PAGE.read_text(encoding="utf-8")
-    assert fault_records.replaced(page, rows, storm) == page, f"run python {fault_records.__file__}"
+    assert fault_records.replaced(page, rows, drawn) == page, f"run python {fault_records.__file__}"
 
 
 def test_every_fault_has_a_row_and_every_row_ended_at_the_same_bits():
@@ -33,12 +33,12 @@ def test_a_test_that_fails_loses_its_own_row_alone(tmp_path, monkeypatch):
     Record(FAULTS[0])
     assert json.loads(path.read_text()) == {FAULTS[1]: before[FAULTS[1]]}
     page = fault_records.PAGE.read_text(encoding="utf-8")
-    storm = json.loads(storms.FILE.read_text())
-    changed = fault_records.replaced(page, json.loads(path.read_text()), storm)
+    drawn = json.loads(drawn_inputs.FILE.read_text())
+    changed = fault_records.replaced(page, json.loads(path.read_text()), drawn)
     assert f"| {FAULTS[0]} | not measured yet |" in changed
     assert f"| {FAULTS[1]} | 2 | 1.0 | 3 | - | yes |" in changed
     rows = json.loads(fault_records.FILE.read_text())
-    assert fault_records.replaced(changed, rows, storm) == page
+    assert fault_records.replaced(changed, rows, drawn) == page
 
 
 def test_nothing_is_kept_where_nobody_asks(tmp_path, monkeypatch):

@@ -57,8 +57,8 @@ def test_a_folder_that_refuses_the_config(tmp_path):
     class Tokens:
         def save(self, path):
             path.write_text("{}")
+            path.with_name("config.json").mkdir()
 
     with pytest.raises(UserError, match=r"a/b cannot be written"):
         with run_folder.opened("toy", str(tmp_path / "a" / "b"), resume=False) as (folder, _):
-            (folder / "config.json.new").mkdir()
             run_folder.start(folder, preset("pico"), RECORD, Tokens())

@@ -33,10 +33,10 @@ def test_a_point_is_measured_once(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(growth_report, "_in_new_process", measure)
     options = SimpleNamespace(sweeps=("leaves",), out=str(tmp_path))
-    growth_report.run(options)
+    growth_report.report_growth(options)
     lines = (tmp_path / growth_report.POINTS).read_text().splitlines()
     (tmp_path / growth_report.POINTS).write_text("\n".join(lines[:-1]) + "\n")
-    growth_report.run(options)
+    growth_report.report_growth(options)
     sizes = growth_sweeps.SWEEPS["leaves"].sizes
     assert measured == [*sizes, sizes[-1]]
     assert {"date", "machine", "versions"} <= json.loads(lines[0]).keys()
@@ -50,13 +50,13 @@ def test_a_point_is_measured_once(tmp_path, monkeypatch, capsys):
 def test_a_damaged_point_is_refused(tmp_path, line):
     (tmp_path / growth_report.POINTS).write_text(line)
     with pytest.raises(UserError, match=r"points\.jsonl, line 1, is damaged .*; remove it"):
-        growth_report.run(SimpleNamespace(sweeps=(), out=str(tmp_path)))
+        growth_report.report_growth(SimpleNamespace(sweeps=(), out=str(tmp_path)))
 
 
 def test_a_folder_with_files_of_others_stays_as_it_is(tmp_path):
     (tmp_path / "text.txt").write_text("a corpus")
     with pytest.raises(UserError, match=r"growth may not replace \(text\.txt\); legal: --out"):
-        growth_report.run(SimpleNamespace(sweeps=(), out=str(tmp_path)))
+        growth_report.report_growth(SimpleNamespace(sweeps=(), out=str(tmp_path)))
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

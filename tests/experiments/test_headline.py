@@ -7,7 +7,7 @@ import pytest
 
 from experiments.planning import headline
 
-PAGE = Path(__file__).parents[2] / "docs/performance.md"
+PAGE = Path(__file__).parents[2] / "docs/evidence/performance.md"
 
 
 def test_the_page_has_the_table_of_the_kept_results():

@@ -40,3 +40,21 @@ def test_an_absolute_path_is_found(text):
 @pytest.mark.parametrize("text", ["a --out=runs/x", "--corpus=s3://bucket/x", "1/8", "a/b --n=1"])
 def test_other_texts_are_legal(text):
     assert not ABSOLUTE.search(text)
+
+
+README_ROWS = {
+    "Training step of 13B": ("step_bench_h200_13b", "step_ms"),
+    "Time of a training step (`nano`)": ("step_bench_amd-epyc-2-cores_nano", "step_ms"),
+    "Time per generated token (`mini`)": ("decode_bench_amd-epyc-2-cores_mini_batch1", "token_ms"),
+}
+
+
+@pytest.mark.parametrize("label", README_ROWS)
+def test_a_time_in_the_readme_is_that_of_its_kept_file(label):
+    name, field = README_ROWS[label]
+    kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    [row] = [line for line in readme.splitlines() if line.startswith(f"| {label}")]
+    times = [round(kept["rows"][model][field]) for model in ("dense", "sparse")]
+    assert [int(t.replace(",", "")) for t in re.findall(r"([\d,]+) ms", row)] == times
+    assert re.findall(r"\((\d+\.\d)x\)", row) == [f"{kept['ratio']:.1f}"]

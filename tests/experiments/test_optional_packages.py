@@ -44,8 +44,8 @@ def test_the_extra_has_every_package():
     for name in re.search(r"sparse_dataflow\[(.*)\]", listed["optional"])[1].split(","):
         listed["optional"] += listed[name]
     names = re.findall(r"^[a-z]+", listed["optional"], re.M)
-    # google-crc32c, of the extra `data`, is in the extra `dev` too.
-    assert {*names} - {"sparse_dataflow", "sparse"} == {*PACKAGES}
+    # google-crc32c, of the extra `data`, and gguf are in the extra `dev` too.
+    assert {*names} - {"sparse_dataflow", "sparse", "gguf"} == {*PACKAGES}
 
 
 @pytest.mark.slow

@@ -24,8 +24,9 @@ RECORD = RunRecord(
 
 NAMES = (
     "tokenizer.json", "report.html", "report.json", "goodput.jsonl", "notes.txt", "config.json",
-    "config.json.new", "tokenizer.json.new", ".writable", "settings.json", "law.json", "law.md",
-    "runs.csv", "quality.md", "quality.json", "truth.csv", "scaling.csv", "scaling.md",
+    "config.json.0a1b2c3d.new", "tokenizer.json.0a1b2c3d.new", ".writable", "settings.json",
+    "law.json", "law.md", "runs.csv", "quality.md", "quality.json", "truth.csv", "scaling.csv",
+    "scaling.md",
     "interplay.md", "interplay.csv", "trials.csv", "trials.journal", "coordinate_check.json",
     "evaluation.json", folders.MARK,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from experiments.planning import scaling
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import launching
 from sparse_dataflow.core.executors import mesh as meshes
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.variants import variants
 
@@ -88,7 +88,7 @@ def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(
 def test_the_command_of_a_pipeline_names_its_schedule():
     plan = ParallelPlan(stage=4, data=2, accumulation=16, chunks=3, schedule="interleaved")
     _, config = trained_by(launching.command(layout_search.Options("1.3b"), plan, 26e9))
-    assert schedules.parse(config.parallel.schedule) == ("interleaved", 3)
+    assert action_tables.parse(config.parallel.schedule) == ("interleaved", 3)
     assert meshes.parse(config.parallel.mesh, 8)["stage"] == 4
     assert (config.training.batch, config.training.micro_batches) == (32, 16)
 

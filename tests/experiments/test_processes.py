@@ -98,6 +98,19 @@ def test_two_processes_train_like_one_and_as_many_go_on(
     assert_like_one_process(folder, undisturbed)
 
 
+@pytest.mark.slow
+def test_two_processes_begin_with_the_weights_of_a_run_like_one(job, undisturbed, tmp_path):
+    flags = ("--notwin", f"--corpus={job.corpus}", f"--init_from={undisturbed}", "--steps=3")
+    lone, folder = tmp_path / "lone", tmp_path / "run"
+    done = job.run(*flags, f"--out={lone}")
+    assert done.returncode == 0, done.stderr
+    done = ended(start(job, 2, (0, 1), *flags, f"--out={folder}", "--mesh=data:2"))
+    assert [p.returncode for p in done] == [0, 0], [p.stderr for p in done]
+    mine, right = numbers_of(folder), numbers_of(lone)
+    assert mine.keys() == right.keys()
+    np.testing.assert_allclose(list(mine.values()), list(right.values()), rtol=2e-4)
+
+
 def test_when_one_process_is_killed_the_others_end_in_words(job, tmp_path):
     folder = tmp_path / "run"
     endless = ("--steps=100000", "--set=run.checkpoint_every=100000", "--set=run.eval_every=100000")
@@ -146,7 +159,7 @@ def test_hosts_that_share_no_folder_are_refused_an_address(tmp_path):
 @pytest.mark.parametrize("one", some([0, 1], 1))
 def test_a_signal_to_one_process_that_compiles_ends_all_with_75(job, tmp_path, one):
     """JAX's runtime would catch SIGTERM itself."""
-    stuck = ("sparse_dataflow.commands.job.compile_programs", 1, "SIGTERM in a long call")
+    stuck = ("sparse_dataflow.commands.job.build.compile_programs", 1, "SIGTERM in a long call")
     happening = {one: {"calls": [stuck]}}
     flags = (*new(job, tmp_path / "run"), "--mesh=data:2")
     done = ended(start(job, 2, (0, 1), *flags, happening=happening))

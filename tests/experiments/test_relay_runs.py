@@ -168,7 +168,7 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
 def test_what_cannot_be_is_refused_before_anything_is_compiled(
     job, refused, tmp_path, monkeypatch, arguments, words
 ):
-    monkeypatch.setattr("sparse_dataflow.commands.job.compile_programs", None)
+    monkeypatch.setattr("sparse_dataflow.commands.job.build.compile_programs", None)
     (tmp_path / "taken/sparse").mkdir(parents=True)
     (tmp_path / "taken/sparse/letter.txt").touch()
     (tmp_path / "etc").mkdir()
@@ -183,7 +183,7 @@ def test_a_disk_too_small_for_all_models_is_told_before_anything_is_compiled(
     job, refused, tmp_path, monkeypatch
 ):
     """For both twins at once: 24 bytes a parameter each."""
-    monkeypatch.setattr("sparse_dataflow.commands.job.compile_programs", None)
+    monkeypatch.setattr("sparse_dataflow.commands.job.build.compile_programs", None)
     model = SIZES["pico"]
     both = sum(
         24 * cost.parameter_count(m)

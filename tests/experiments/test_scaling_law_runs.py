@@ -42,6 +42,15 @@ def test_any_csv_of_runs_is_fitted(job, runs_csv, tmp_path):
     assert (out / "law.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_grid_of_too_few_runs_is_refused_before_it_trains(job, tmp_path):
+    """Eight trainings, of which two are held out."""
+    arguments = ["--scale=pico", "--block=16", "--widths=64,128", "--densities=1,0.25"]
+    arguments += ["--lengths=3,6", f"--corpus={job.corpus}", f"--out={tmp_path / 'grid'}"]
+    done = job.run(*arguments, experiment="sparse_scaling_law")
+    assert "6 runs cannot fit 7 constants; legal: 8 or more" in complaint(done)
+    assert not (tmp_path / "grid").exists()
+
+
 @pytest.mark.nightly
 def test_a_small_grid_is_trained_predicted_and_gone_on_with(job, tmp_path):
     out = tmp_path / "grid"

@@ -14,7 +14,6 @@ from experiments.studies.serving_cost import (
     decoding,
     law,
     pruning,
-    reconstruction,
     runs,
     training,
 )
@@ -90,35 +89,6 @@ def test_cut_weights_stay_cut_and_the_loss_is_the_served_one(keep):
     assert all(abs(share - density) < 0.05 for share in result["kept"].values())
     assert result["held_out"] < np.log2(40)
     assert np.isfinite(result["tuning"])
-
-
-@pytest.mark.parametrize("sides", [(1, 12), (4, 4), (1, 1), (2, 6)])
-@pytest.mark.parametrize("equal", [False, True])
-def test_a_refit_leaves_the_least_squares_weights_of_nested_blocks(sides, equal):
-    rng = np.random.default_rng(sides[1])
-    read = rng.normal(size=(200, 24)) @ rng.normal(size=(24, 24))
-    wanted = read @ rng.normal(size=(24, 36)) + 3 * (read @ rng.normal(size=(24, 1)))
-    mask = None
-    for density in (0.8, 0.55, 0.3):
-        weights, support = reconstruction.least_squares(read, wanted, sides, density, mask, equal)
-        grid = 24 // sides[0], sides[0], 36 // sides[1], sides[1]
-        blocks = support.reshape(grid).mean((1, 3))
-        assert set(np.unique(blocks)) <= {0, 1}
-        assert blocks.sum() == round(density * blocks.size)
-        assert not equal or np.ptp(blocks.sum(0)) <= 1
-        assert mask is None or (support <= mask).all()
-        damping = reconstruction.DAMPING * np.square(read).sum(0).mean()
-        rows = np.concatenate([read, np.sqrt(damping) * np.eye(24)])
-        for column in (0, 17, 35):
-            chosen = support[:, column] > 0
-            target = np.concatenate([wanted[:, column], np.zeros(24)])
-            expected = np.linalg.lstsq(rows[:, chosen], target, rcond=None)[0]
-            np.testing.assert_allclose(weights[chosen, column], expected, rtol=1e-3, atol=1e-4)
-            assert not weights[~chosen, column].any()
-        mask = support
-    error = np.linalg.norm(read @ weights - wanted)
-    plain = np.linalg.lstsq(read, wanted, rcond=None)[0] * mask
-    assert error < np.linalg.norm(read @ plain - wanted)
 
 
 def test_the_law_recovers_planted_constants():

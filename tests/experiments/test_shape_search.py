@@ -11,7 +11,7 @@ import pytest
 from exit_status import exit_status
 
 from experiments import shape_search
-from experiments.studies.serving_cost import arms, candidates, shape_law, shapes, study
+from experiments.studies.serving_cost import arms, candidates, runs, shape_law, shapes, study
 from experiments.studies.serving_cost.candidates import Budget
 from experiments.studies.serving_cost.options import SHARED, NarrowOptions
 from sparse_dataflow.core.training import cost
@@ -193,6 +193,21 @@ def damaged(folder, change):
         file.write(json.dumps({**line, **change}) + "\n")
 
 
+def test_the_kept_runs_of_this_project_are_read_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    studies = shape_law.read([shapes.RESULTS / name for name in shapes.STUDIES], "muon")
+    (fewest, most), (first, last) = studies.span("weights"), studies.span("tokens")
+    text = (
+        f"{len(studies.dense)} dense results of {fewest / 1e3:.0f} k to {most / 1e3:.0f} k mean "
+        f"weights and {first / 1e6:.2f} M to {last / 1e6:.0f} M tokens"
+    )
+    docs = shapes.RESULTS.parents[1] / "docs"
+    assert text in " ".join((docs / "guide/shapes.md").read_text().split())
+    errors = 100 * np.abs(studies.errors)
+    text = f"missed by {np.median(errors):.1f}% in the median and by up to {errors.max():.1f}%"
+    assert text in " ".join((docs / "evidence/serving_cost.md").read_text().split())
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -204,7 +219,6 @@ def damaged(folder, change):
         (lambda f: (f / "runs.jsonl").write_text('{"arm": "narrow", "opt'), "damaged"),
         (lambda f: (f / "runs.jsonl").write_bytes(b"\xff\xfe"), "damaged"),
         (lambda f: (f / "runs.jsonl").write_text("3\n"), "line 1"),
-        (lambda f: damaged(f, {"arm": "mine"}), "no run of an arm"),
         (lambda f: damaged(f, {"arm": ["narrow"]}), "no run of an arm"),
         (lambda f: damaged(f, {"held_out": math.nan}), "no run of an arm"),
         (lambda f: damaged(f, {"tokens": 0}), "no run of an arm"),
@@ -220,11 +234,16 @@ def test_a_folder_that_is_no_study_is_refused(tmp_path, damage, message, capsys)
     assert sorted(folder.iterdir()) == before
 
 
+@pytest.mark.parametrize("name", shapes.STUDIES)
+def test_published_runs_are_read_without_arms_of_earlier_versions(name):
+    _, lines = runs.load(shapes.RESULTS / name)
+    assert lines and {line["arm"] for line in lines} <= {*arms.ARMS}
+
+
 def test_a_missing_folder_is_refused_and_not_made(tmp_path, capsys):
     assert search([tmp_path / "none"], *BUDGET) == 2
     assert "no folder of experiments.serving_cost" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
-    assert search([], *BUDGET) == 2
 
 
 def test_studies_of_other_text_are_refused(tmp_path, folders, capsys):

@@ -106,7 +106,7 @@ def test_a_signal_outside_training_ends_with_75(job, tmp_path, moment, name):
 def test_a_signal_ends_a_process_that_is_inside_a_long_call(job, undisturbed, tmp_path):
     """As a compiler is; Python does not run a handler before the call returns."""
     folder = tmp_path / "run"
-    stuck = "sparse_dataflow.commands.job.compile_programs"
+    stuck = "sparse_dataflow.commands.job.build.compile_programs"
     done = job.new(folder, "--notwin", calls=[(stuck, 1, "SIGTERM in a long call")])
     assert_quiet(done, 75)
     assert "stopped: ended by SIGTERM" in done.stderr

@@ -25,7 +25,8 @@ def test_models_of_a_run_in_one_table(job, copy, tmp_path, monkeypatch, capsys):
     table = json.loads((tmp_path / "table" / "task_table.json").read_text())
     assert table["names"] == ["dense", "sparse"] and table["seeds"] == 1
     assert [row["task"] for row in table["rows"]] == ["brackets", "cloze"]
-    evaluation = json.loads((tmp_path / "table" / "evaluation_0.json").read_text())
+    (scores,) = (tmp_path / "table").glob("evaluation_0-*.record")
+    evaluation = json.loads(scores.read_text())["facts"]["facts"]
     for row, line in zip(evaluation["rows"][1:], table["rows"]):
         for name, score in line["scores"].items():
             assert score == pytest.approx(row["models"][name]["value"])
@@ -39,10 +40,12 @@ def test_models_of_a_run_in_one_table(job, copy, tmp_path, monkeypatch, capsys):
     assert exit_status(task_table, f"--models=dense={copy},mine={copy}", "--out=two") == 2
     assert f"legal: mine={copy}:sparse, mine={copy}:dense" in capsys.readouterr().err
     # The same command scores nothing again; a file of someone else stays.
-    before = (tmp_path / "table" / "evaluation_0.json").stat().st_mtime_ns
+    before = scores.stat().st_mtime_ns
     capsys.readouterr()
     assert exit_status(task_table, *flags) == 0
-    assert (tmp_path / "table" / "evaluation_0.json").stat().st_mtime_ns == before
+    assert scores.stat().st_mtime_ns == before
+    assert exit_status(task_table, *flags, "--steps=9", "--density=0.5") == 2
+    assert "so it reads no sparsity.density, steps" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     assert exit_status(task_table, *flags[:-1], "--out=other") == 2

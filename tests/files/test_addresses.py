@@ -85,7 +85,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     with pytest.raises(ValueError, match="needs the package gcsfs"):
         PLACE.parse("gs://b/run")
     # A saved config is read where the library is missing.
-    assert not PLACE.refusal("gs://b/run")
+    assert not PLACE.value_refusal("gs://b/run")
 
 
 def test_objects_are_written_listed_read_and_deleted(store, tmp_path):

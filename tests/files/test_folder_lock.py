@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from marks import some
 
@@ -71,6 +72,15 @@ def test_without_flock_the_owner_is_looked_up_by_its_start_time(owner, tmp_path,
     path = tmp_path / folders.NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started": 1.0}))
     FolderLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("seconds", [3, -3, 3600])
+def test_a_clock_that_is_set_makes_no_owner_dead(owner, tmp_path, monkeypatch, seconds):
+    boot = psutil.boot_time()
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot + seconds, raising=False)
+    without_flock(monkeypatch)
+    with pytest.raises(UserError, match=f"process {owner.pid}"):
+        FolderLock(tmp_path)
 
 
 RACE = """

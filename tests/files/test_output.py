@@ -15,8 +15,8 @@ from sparse_dataflow.files import errors, output, storage
 
 
 def run(code, *, stopped="stderr", answer=True):
-    """Starts a program under `command_line.run` with one stream that nobody reads; returns it once
-    it has said on the other stream that it goes on."""
+    """Starts a program under `command_line.run_main` with one stream that nobody reads; returns it
+    once it has said on the other stream that it goes on."""
     read, write = os.pipe()
     streams = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, stopped: write}
     program = f"""
@@ -24,7 +24,7 @@ import os, sys, time
 from sparse_dataflow.commands import command_line
 def main():
     {code}
-command_line.run(main, "doc", argv=["program"], options=None)
+command_line.run_main(main, "doc", argv=["program"], options=None)
 """
     process = subprocess.Popen([sys.executable, "-c", program], **streams, text=True)
     os.close(write)

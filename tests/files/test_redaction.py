@@ -3,13 +3,23 @@
 import html
 import json
 import shlex
+import sys
 import urllib.parse
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_dataflow.files.errors import UserError, escaped, printable, redact, redact_json
+from sparse_dataflow.files import json_files, storage
+from sparse_dataflow.files.errors import (
+    UserError,
+    escaped,
+    first_line,
+    printable,
+    redact,
+    redact_json,
+    refuse_secrets,
+)
 
 WORDS = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=8, max_size=30)
 
@@ -166,3 +176,53 @@ def test_text_for_a_terminal_has_no_control_characters(text):
 def test_escapes_of_a_terminal_are_shown(text):
     assert printable(text) == escaped(text) and printable(text).isprintable()
     assert str(UserError(text)).isprintable()
+
+
+HOSTILE = ["://a:", "://a: ", "://a:\n", "?key", ";token=", "basic ", "://", "@://b:c", "ü://d:e"]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_time_to_hide_secrets_grows_with_the_text_and_not_faster(text):
+    def steps(count):
+        tracer, seen = sys.gettrace(), 0
+
+        def count_lines(frame, event, argument):
+            nonlocal seen
+            seen += event == "line"
+            return count_lines
+
+        sys.settrace(count_lines)
+        try:
+            redact(text * count, {})
+        finally:
+            sys.settrace(tracer)
+        return seen
+
+    assert steps(2000) <= 2.5 * steps(1000) + 100
+    assert redact(text * 200_000, {}) is not None  # A square of this would take minutes.
+
+
+@pytest.mark.parametrize("distance", [0, 5, 900, 999, 1000, 1001, 3000])
+@pytest.mark.parametrize("secret", ["https://me:hunter2222@host", "hunter2222-in-the-environment"])
+def test_a_cut_never_shows_a_part_of_a_secret(monkeypatch, secret, distance):
+    monkeypatch.setenv("A_TOKEN", "hunter2222-in-the-environment")
+    filler = "x " * 100_000
+    for text in (filler[:distance] + secret + filler, filler + secret + " y"[:1] * distance):
+        assert "hunter" not in str(UserError(text)) and len(str(UserError(text))) < 2100
+        assert "hunter" not in first_line(ValueError(text))
+
+
+@pytest.mark.parametrize("word", ["training1", "postgres"])
+def test_what_is_read_again_is_stored_as_it_is_or_refused(monkeypatch, tmp_path, word):
+    monkeypatch.setenv("DB_PASSWORD", word)
+    place = tmp_path / word / "corpus"
+    place.mkdir(parents=True)
+    fields = {word: 1, "data": {"corpus": [str(place), str(place.parent / "new")]}}
+    refuse_secrets(fields)
+    path = tmp_path / "settings.json"
+    storage.replace_text(path, json.dumps(fields))
+    assert json_files.load(path) == fields
+    with pytest.raises(UserError, match=r"^data\.corpus holds the value of the variable DB_PASS"):
+        refuse_secrets({"data": {"corpus": f"hf:me/{word}"}})
+    with pytest.raises(UserError, match=r"^run\.mirror holds a password"):
+        refuse_secrets({"run": {"mirror": "s3://me:pw@host/x"}})

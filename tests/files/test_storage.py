@@ -2,6 +2,7 @@
 
 import errno
 import os
+from concurrent import futures
 
 import pytest
 from hypothesis import given
@@ -113,3 +114,20 @@ def test_a_file_is_replaced_completely_or_not_at_all(tmp_path_factory, first, ti
                 assert len(failed) < 6
                 content = b"after"
     assert path.read_bytes() == content and [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_several_writers_of_one_file_leave_one_of_their_files(tmp_path):
+    path, contents = tmp_path / "x.json", [bytes([letter]) * 200_000 for letter in b"abc"]
+    path.write_bytes(contents[0])
+
+    def write(content):
+        for _ in range(20):
+            storage.replace(path, content)
+
+    with futures.ThreadPoolExecutor() as pool:
+        writers = [pool.submit(write, content) for content in contents]
+        while not all(writer.done() for writer in writers):
+            assert path.read_bytes() in contents
+        for writer in writers:
+            writer.result()
+    assert path.read_bytes() in contents and os.listdir(tmp_path) == ["x.json"]

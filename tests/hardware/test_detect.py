@@ -13,7 +13,8 @@ from sparse_dataflow.hardware.chips import CHIPS, GIB, KNOWN, UNFITTED
 def test_every_documented_chip_has_rates_memory_and_bandwidth():
     gpus = {"a100-40gb", "a100-80gb", "h100", "h100-96gb", "h200", "b200", "gb200"}
     assert gpus | {"mi250x-gcd", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"} == set(CHIPS)
-    assert set(UNFITTED) == {"mi300x", "rtx-4090"}
+    recent = {"b300", "gb300", "mi355x", "tpu-7x-core"}
+    assert set(UNFITTED) == recent | {"mi300x", "rtx-4090"}
     for name, chip in KNOWN.items():
         assert chip.name == name
         assert 100e12 < chip.peak("bfloat16") < 5e15
@@ -43,6 +44,8 @@ def test_every_documented_chip_has_rates_memory_and_bandwidth():
         ("TPU v5p", "tpu-v5p"),
         ("TPU v6 lite", "tpu-v6e"),
         ("TPU v6e", "tpu-v6e"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("TPU7x", "tpu-7x-core"),
     ],
 )
 def test_device_kinds_of_jax(kind, name):
@@ -61,7 +64,7 @@ def test_device_kinds_of_jax(kind, name):
         "AMD Instinct MI250",
         "AMD Instinct MI300X HF",
         "TPU v4 lite",
-        "TPU7x",
+        "TPU7x lite",
         "",
     ],
 )

@@ -26,6 +26,9 @@ from sparse_dataflow.hardware import machines
         ("v5p:16", "tpu-v5p", 16, None),
         ("v5p:2x2x1", "tpu-v5p", 4, None),
         ("tpu-v5e:256", "tpu-v5e", 256, None),
+        ("GB300:72@4", "gb300", 72, 4.0),
+        ("v7x-8", "tpu-7x-core", 8, None),
+        ("ironwood:8", "tpu-7x-core", 8, None),
     ],
 )
 def test_a_machine_has_the_chips_of_its_name(text, chip, count, price):

@@ -12,7 +12,7 @@ from small_models import NEWER, arbitrary_params, tables_of
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from

@@ -14,6 +14,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.starting_point import refuse_other_model
 from sparse_dataflow.runs.families import FAMILIES
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
@@ -83,6 +84,8 @@ def test_the_first_loss_of_a_mixture_is_that_of_the_dense_model():
     ],
 )
 def test_a_mixture_of_another_function_is_refused(old, new, message):
+    with pytest.raises(UserError, match=message):
+        refuse_other_model(old, dataclasses.replace(old, **new))
     with pytest.raises(UserError, match=message):
         begun(old, dataclasses.replace(old, **new))
 

@@ -23,11 +23,12 @@ from models import (
     logits,
     random_model,
 )
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.interchange import huggingface, sparse_form
+from sparse_dataflow.interchange import huggingface, sparse_form, tensors
 from sparse_dataflow.interchange.equivalent_forms import fuse_qkv, split_qkv
 
 IDS = np.random.default_rng(0).integers(0, BYTES.vocab_size, (2, 16), np.int32)
@@ -125,11 +126,11 @@ def test_damaged_tensors_are_named(folder, change, message):
         ({"model_type": "bloom"}, "type 'bloom'; legal: gpt2, opt"),
         ({"activation_function": "tanh"}, r"activation_function='tanh' \(legal: gelu_new"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ({"n_embd": "wide"}, "d_model=wide is not legal: it must be a whole number"),
+        ({"n_embd": "wide"}, "has n_embd=wide, which is not legal: it must be a whole number.$"),
         ({"n_head": 5}, "legal head counts"),
-        ({"n_layer": 1.5}, "num_layers=1.5 is not legal: it must be a whole number"),
-        ({"n_head": True}, "num_heads=yes is not legal: it must be a whole number"),
-        ({"vocab_size": 10**6}, "requires \\[1000000, 32\\]"),
+        ({"n_layer": 1.5}, "n_layer=1.5, which is not legal: it must be a whole number"),
+        ({"n_head": True}, "n_head=yes, which is not legal: it must be a whole number"),
+        ({"vocab_size": 10**6}, "and 1,000,000 tokens .* the weights are incomplete"),
         ({"eos_token_id": 1.5}, "eos_token_id=1.5"),
         ({"model_type": ["gpt2"]}, "model_type is missing or is not a string"),
     ],
@@ -235,6 +236,48 @@ def test_a_failed_export_leaves_no_files(tmp_path, monkeypatch, form):
     with pytest.raises(UserError, match="exists already"):
         export(folder, form, SPARSE)
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("form", some(huggingface.FORMS, "sparse"))
+def test_an_export_on_a_full_disk_says_so(tmp_path, monkeypatch, form):
+    """The library of the weights raises its own kind of error."""
+
+    def full(*args, **named):
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    monkeypatch.setattr(tensors, "save_file", full)
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device\. No partial"):
+        export(tmp_path / "model", form, DENSE)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_not_written(tmp_path, value):
+    with pytest.raises(UserError, match=r"^b has values that are not finite; legal: finite"):
+        arrays = {"a": np.arange(3), "b": np.asarray([1.0, value], np.float32)}
+        tensors.write(tmp_path, tensors.as_dtype(arrays, "bfloat16"), {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_twice_has_the_same_bytes(tmp_path):
+    """Safetensors itself writes the metadata in another order each time."""
+    arrays = {"größe": np.arange(5, dtype=np.float32), "a": np.ones((2, 3), np.int32)}
+    metadata = {f"name {number}": 'a "quoted" \n 疎 text' for number in range(9)}
+    paths = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for path in paths:
+        tensors.write_file(path, arrays, metadata)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    loaded = load_file(paths[0])
+    assert all(np.array_equal(loaded[name], array) for name, array in arrays.items())
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/model", "gs:/bucket/model", Path("s3://bucket/m")])
+def test_an_export_to_an_address_is_refused(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"folder=.* legal: "):
+        export(place, "sparse", DENSE)
+    assert not list(tmp_path.iterdir())
+    assert huggingface.local_path("folder", f"file://{tmp_path}/model") == tmp_path / "model"
 
 
 def test_a_damaged_layout_is_refused(tmp_path):

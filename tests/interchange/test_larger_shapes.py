@@ -19,6 +19,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.interchange.starting_point import refuse_other_model
 from sparse_dataflow.interchange.width import head_sources
 from sparse_dataflow.runs.families import FAMILIES
 
@@ -191,6 +192,8 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     ],
 )  # fmt: skip
 def test_another_function_is_refused_in_words(old, fields, message):
+    with pytest.raises(UserError, match=message):
+        refuse_other_model(old, dataclasses.replace(old, **fields))
     with pytest.raises(UserError, match=message):
         begun(old, dataclasses.replace(old, **fields))
 

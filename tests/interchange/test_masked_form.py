@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 import numpy as np
+import numpy_reader
 import pytest
 from marks import some
 from safetensors.numpy import load_file, save_file
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.interchange import numpy_reader
 from sparse_dataflow.interchange.load import variants
 
 SINGLE = LinearSpec("masked", "masked", density=0.5, block=1)
@@ -80,7 +80,7 @@ def test_bfloat16_rounds_each_number_and_nothing_else(name, form, tmp_path):
     )
     assert np.array_equal(again.params["embed"]["tokens"], rounded["tokens"])
     np.testing.assert_allclose(sd.logits(again, TOKENS), sd.logits(model, TOKENS), atol=0.05)
-    with pytest.raises(sd.UserError, match=r"dtype='float16' is unknown; legal: float32, bfloat16"):
+    with pytest.raises(sd.UserError, match=r"dtype='float16' .*legal: float32, bfloat16"):
         sd.save(model, tmp_path / "other", form=form, dtype="float16")
 
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import numpy_reader
 import pytest
 import yaml
 from make_fixture import BYTES
@@ -14,8 +15,9 @@ from models import READABLE, SPARSE, export, random_model
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.data.tokenizer import id_tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.interchange import huggingface
@@ -33,6 +35,7 @@ RECORD = RunRecord(
     tokenizer=BYTES.content_hash,
     vocab_size=BYTES.vocab_size,
     steps={"sparse": 7},
+    id="77",
 )
 
 
@@ -43,7 +46,7 @@ def trained(tmp_path):
     return Model(tmp_path, "sparse", SPARSE, merged(params, tables), BYTES, 7, training, RECORD, {})
 
 
-def write_evaluation(folder, run=None, step=7):
+def write_evaluation(folder, run_id=RECORD.identity, step=7):
     row = {
         "metric": "acc",
         "items": 1200,
@@ -53,7 +56,7 @@ def write_evaluation(folder, run=None, step=7):
     }
     result = {
         "command": "python -m experiments.evaluate --run=RUN",
-        "models": {"sparse": {"run": str(run or folder), "step": step}},
+        "models": {"sparse": {"run": str(folder), "id": run_id, "step": step}},
         "rows": [
             row | {"task": "held-out text", "shots": None, "baselines": {}},
             row | {"task": "cloze", "shots": 5, "baselines": {"unigram": 0.26, "bigram": 0.3}},
@@ -89,12 +92,19 @@ def test_it_has_data_sizes_density_losses_tasks_command_and_versions(trained, fo
     assert "None" not in CODE.sub("", text) and text.endswith(".\n")
 
 
+def test_the_program_of_bare_ids_takes_ids(trained):
+    ids = dataclasses.replace(trained, tokenizer=id_tokenizer(300))
+    cards = [model_card(model, "program", {}) for model in (trained, ids)]
+    assert ['run_in_jax.py --ids "1 2" 20' in card for card in cards] == [False, True]
+    assert ['run_in_jax.py "A prompt" 20' in card for card in cards] == [True, False]
+
+
 def test_without_an_evaluation_it_says_so(trained):
     assert "None was evaluated" in card(trained) and "None was measured" in card(trained)
 
 
-def test_measurements_of_another_model_are_not_shown(trained, tmp_path):
-    write_evaluation(trained.folder, run=tmp_path / "other")
+def test_measurements_of_another_model_are_not_shown(trained):
+    write_evaluation(trained.folder, run_id="other")  # In the same place.
     assert "None was evaluated" in card(trained)
     write_evaluation(trained.folder, step=3)
     assert "after step 3 only" in card(trained) and "0.375" not in card(trained)
@@ -156,13 +166,11 @@ def test_a_card_begins_with_the_block_by_which_the_hub_lists_it(trained, form, c
         "norms of all heads", "all",
     ),
 )  # fmt: skip
-def test_the_numpy_code_of_the_card_gives_our_logits(trained, tmp_path, config):
+def test_numpy_reads_the_logits_of_the_sparse_form(tmp_path, config):
     params, tables = export(tmp_path / "model", "sparse", config)
-    reader: dict = {}
-    exec(CODE.findall(card(trained, "sparse"))[-1], reader)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, config.max_len, np.int32)
     ours = np.asarray(whole.logits(config, weights_of(params, tables), ids[None]))[0]
-    theirs = reader["logits"](*reader["load"](tmp_path / "model"), ids)
+    theirs = numpy_reader.logits(*numpy_reader.load(tmp_path / "model"), ids)
     assert theirs.dtype == np.float32
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)
     assert np.abs(ours).max() > 0.5

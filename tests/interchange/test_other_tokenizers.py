@@ -1,6 +1,7 @@
 """Tokenizers that are no BPE of bytes work as the library's, whose decoder says what tokens are."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -13,9 +14,11 @@ from other_tokenizers import ENGLISH, KINDS, SPECIALS, TEXTS, text_of, write
 import sparse_dataflow as sd
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data.corpora import corpus_of_texts
+from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import Tokenizer, id_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.evaluation.stopping import StreamDecoder
+from sparse_dataflow.evaluation.tasks import text as text_tasks
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import extended_vocabulary, huggingface, tokenizer_files
 from sparse_dataflow.interchange.named_tokenizers import named_tokenizer
@@ -91,9 +94,52 @@ def test_a_stream_is_the_text_of_all_ids_at_once(kind, imported, data):
     ids = data.draw(st.lists(number | some_bytes, max_size=12))
     decoder = StreamDecoder(tokenizer, before=before)
     written = "".join(map(decoder.add, ids)) + decoder.end("length")
-    assert decoded(before) + written == decoded([*before, *ids])
+    whole = decoded([*before, *ids])
+    if kind == "unigram_bytes" and "\ufffd" in whole:
+        # Of bytes in a row the library writes none once one of them is of no character. A stream
+        # has written those before it already.
+        return
+    assert decoded(before) + written == whole
     alone = StreamDecoder(tokenizer)
     assert "".join(map(alone.add, ids)) + alone.end("length") == tokenizer.decode(ids)
+
+
+def test_a_line_break_of_a_byte_is_written_and_ends_a_text_at_once(imported):
+    tokenizer, library = imported["unigram_bytes"]
+    row = lambda *names: [int(tokenizer.ids_from_original[library.token_to_id(n)]) for n in names]  # noqa: E731
+    decoder = StreamDecoder(tokenizer, before=row("\u2581dog"))
+    assert [decoder.add(n) for n in row("<0x0A>", "<0xC3>", "<0xA9>", "<0x0A>")] == [
+        "\n",
+        "",
+        "\u00e9",
+        "\n",
+    ]
+    stopping = StreamDecoder(tokenizer, ["\n"])
+    for number in row("\u2581dog", "<0x0A>", "<0x0A>"):
+        stopping.add(number)
+    assert stopping.stopped_by == "stop" and len(stopping.tokens) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tasks_ask_for_passages_of_the_text(kind, imported):
+    """Which a tokenizer may not write as they are."""
+    tokenizer, _ = imported[kind]
+    words = " ".join([TEXTS[kind]] if kind in ("chess", "protein") else ENGLISH[:3]).split()
+    rng = np.random.default_rng(0)
+    rows = [" ".join(rng.choice(words, 9)) for _ in range(40)]
+    document = Document("d", "\n".join(rows))
+    cuts = tokenizer.cuts(document.text)
+    assert len(cuts) == len(tokenizer.encode(document.text)) + 1
+    builders = {
+        "continuation": text_tasks.continuation(tokenizer, 24),
+        "cloze": text_tasks.cloze(tokenizer, 24, text_tasks.WordFrequencies([document])),
+        "last_word": text_tasks.last_word(tokenizer, 24),
+    }
+    for name, build in builders.items():
+        items = list(itertools.islice(build(document, np.random.default_rng(1)), 20))
+        assert items or kind in ("chess", "protein"), name
+        for item in items:
+            assert item.context + item.choices[item.answer] in document.text, name
 
 
 def test_what_a_tokenizer_cannot_say_is_counted(imported, tmp_path, caplog):
@@ -163,12 +209,16 @@ def test_a_vocabulary_of_lines_is_that_of_bert(tmp_path, caplog):
     (tmp_path / "vocab.txt").write_text("\n".join(lines) + "\n")
     config = {"vocab_size": 11, "eos_token_id": 50256}
     tokenizer = tokenizer_files.read(tmp_path, config).tokenizer
+    # BertTokenizer makes letters lower case if no file says otherwise.
+    assert theirs(tokenizer, tokenizer.encode("A C AC D x")) == [1] * 5
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    tokenizer = tokenizer_files.read(tmp_path, config).tokenizer
     assert tokenizer.original_ids[tokenizer.eot_id] == 3  # [SEP]
     assert theirs(tokenizer, tokenizer.encode("A C AC D x")) == [5, 6, 5, 10, 7, 1]
     assert tokenizer.decode(tokenizer.encode("A C AC D")) == "A C AC D"
     assert theirs(tokenizer, tokenizer.encode_prompts(["A"])[0]) == [2, 5]  # Behind [CLS].
     named = named_tokenizer(str(tmp_path))
-    assert theirs(named, named.encode("D AC")) == [7, 5, 10] and named.vocab_size == 12
+    assert theirs(named, named.encode("D AC")) == [7, 5, 10] and named.eot_id == tokenizer.eot_id
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
     with pytest.raises(UserError, match=r"EsmTokenizer without a tokenizer.json; legal: Bert"):
         tokenizer_files.read(tmp_path, config)
@@ -219,5 +269,3 @@ def test_a_tokenizer_of_ids_may_have_two(tmp_path):
     assert id_tokenizer(2).token_bytes.tolist() == [1, 0]
     id_tokenizer(13).save(tmp_path / "tokenizer.json")
     assert Tokenizer.load(tmp_path / "tokenizer.json") == id_tokenizer(13)
-    with pytest.raises(UserError, match="2 or more"):
-        id_tokenizer(1)

@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import feature_order, pattern_pruning, width
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from

@@ -11,7 +11,7 @@ from small_models import whole_logits
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model import partition, stacks
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.transitions import host_masks
@@ -34,7 +34,7 @@ POST = dataclasses.replace(LLAMA, post_norms=True, pre_norms=False)
 
 def start_of(config):
     params, tables = random_model(config)
-    return StartingPoint(config, adapters.merged(params, tables), NO_TOKENIZER, {})
+    return StartingPoint(config, partition.merged(params, tables), NO_TOKENIZER, {})
 
 
 def error(start, model, state):
@@ -96,14 +96,14 @@ def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
     if masked_before:
         before = DENSE.with_linears(wider, names)
         state = initial_state_from(start, before, TRAINING)
-        params = jax.device_get(adapters.merged(state.params, state.rest))
+        params = jax.device_get(partition.merged(state.params, state.rest))
         start = StartingPoint(before, params, NO_TOKENIZER, {})
     old_masks = host_masks(without_tables(start.params)[1])
     errors = {}
     for prune_by in ("rebuild", "weights"):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
         masks = host_masks(state.rest)
-        merged = adapters.merged(state.params, state.rest)
+        merged = partition.merged(state.params, state.rest)
         exact = whole_logits(before, start.weights, OTHERS)
         errors[prune_by] = np.linalg.norm(
             whole_logits(after, weights_of(merged, {}), OTHERS) - exact

@@ -4,7 +4,7 @@
 
 The tests are those of the installed version of flax: pip fetches its source, which has them.  A
 folder with flax's source can stand in for it.  A test that passes with `nnx.Linear` alone is
-counted by its reason, which docs/layers.md has, and by its error.
+counted by its reason, which docs/evidence/compatibility.md has, and by its error.
 """
 
 import collections

@@ -69,7 +69,7 @@ def listed(name):
 
 
 def test_the_core_requirements_are_those_of_layers():
-    assert listed("core") == {"jax", "flax", "optax", "numpy", "absl", "scipy"}
+    assert listed("core") == {"jax", "flax", "optax", "numpy", "absl", "scipy", "threadpoolctl"}
 
 
 @pytest.mark.parametrize("extra", extras.MODULES)
@@ -115,6 +115,8 @@ def private_imports(path):
 
 
 TESTED_PRIVATE = {
+    # Programs that are read are verified: tests/commands/test_program_cache.py.
+    "jax._src.compilation_cache",
     # Saves of several processes: tests/core/checkpoint and tests/experiments, with the newest jax.
     "jax._src.distributed",
     # A peer of `kernel_bench`: tests/experiments/test_optional_packages.py, with the newest torch.

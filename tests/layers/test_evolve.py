@@ -10,7 +10,7 @@ from marks import some
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.layouts.evolution import rigl_blocks
-from sparse_dataflow.layers.layout_state import TABLES, layout_name, named_entry
+from sparse_dataflow.layers.layout_state import TABLES, layout_name, layout_variables
 
 
 class Mlp(nnx.Module):
@@ -219,6 +219,7 @@ def test_a_stack_that_shares_a_layout_drops_the_blocks_of_least_squares(small):
     values[:, [0, 3], 0, 0] = small / 2**0.5
     values[0, [1, 2], 0, 0] = 5
     layer.values.set_value(jnp.asarray(values))
-    setattr(layer, *named_entry(layer.static_layout, (2,)))
+    entry = layout_variables([layer.static_layout], False, (2,), jnp.float32)
+    setattr(layer, *next(iter(entry.items())))
     sd.evolve(layer, None, "gradual", density=0.5)
     assert layer.static_layout.rows.tolist() == [1, 0]

@@ -257,6 +257,50 @@ def test_the_trainer_of_tunix_trains_resumes_and_samples_an_evolved_model(evolvi
     assert float(loss(resumed)) < trained
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("evolving", [False, True])
+def test_a_hook_of_tunix_changes_layouts_while_its_step_is_cached(evolving, tmp_path):
+    trainers = pytest.importorskip("tunix.sft.peft_trainer")
+    from tunix.sft import hooks
+
+    class Evolving(hooks.TrainingHooks):
+        def on_train_step_end(self, context, train_step, train_loss):
+            losses.append(float(train_loss))
+            if len(losses) == 2:
+                sd.evolve(context.model, context.optimizer, "set", share=0.4, seed=1)
+
+        on_train_start = on_train_end = on_train_step_start = lambda *_: None
+        on_eval_step_start = on_eval_step_end = lambda *_: None
+
+    x = jax.random.normal(jax.random.key(1), (16, 32))
+
+    def trainer(model, name):
+        config = trainers.TrainingConfig(
+            eval_every_n_steps=100, max_steps=4, checkpoint_root_directory=str(tmp_path / name),
+            checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=1),
+        )  # fmt: skip
+        made = trainers.PeftTrainer(model, optax.adam(3e-2), config)
+        made = made.with_loss_fn(lambda model, x: jnp.mean((model(x) - 1) ** 2))
+        return made.with_gen_model_input_fn(lambda batch: {"x": batch})
+
+    curves = []
+    for cached in (False, True):
+        losses, model = [], small_model(evolving)
+        run = trainer(model, f"run {cached}")
+        run.with_training_hooks(Evolving())
+        if cached and not evolving:
+            with pytest.raises(sd.UserError, match="after this handle"):
+                run.train([x] * 4, cache_nnx_graph=cached)
+            return
+        run.train([x] * 4, cache_nnx_graph=cached)
+        curves.append(losses)
+        resumed = small_model(evolving)
+        sd.set_layouts(resumed, sd.layouts(model))
+        trainer(resumed, f"run {cached}").close()
+        np.testing.assert_array_equal(resumed(x), model(x))
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+
+
 def small_model(evolving):
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(32, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 16, rngs=rngs))

@@ -204,6 +204,9 @@ def test_public_attributes_are_those_of_the_dense_module(name, evolving):
         mine = getattr(sparse, attribute)
         if isinstance(value, nnx.Variable):
             assert (mine.shape, mine.dtype, mine.ndim) == (value.shape, value.dtype, value.ndim)
+            np.testing.assert_array_equal(mine[...], getattr(sd.densify(sparse), attribute)[...])
+            mine[...] = 2 * mine[...]
+            np.testing.assert_array_equal(mine[...], getattr(sd.densify(sparse), attribute)[...])
         else:
             assert mine == value, attribute
 

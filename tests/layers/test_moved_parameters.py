@@ -258,6 +258,23 @@ def test_a_model_that_evolved_is_restored_into_a_fresh_one(tmp_path, evolving, m
         np.testing.assert_array_equal(a(X), b(X))
 
 
+@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("method", some(["set", "gradual"], "gradual"))
+def test_a_model_that_evolved_is_restored_into_an_abstract_one(tmp_path, evolving, method):
+    arguments = {"share": 0.3} if method == "set" else {"density": 0.25}
+    build = lambda: nnx.List([make(evolving), nnx.relu, make(evolving, offset=1)])  # noqa: E731
+    model = build()
+    sd.evolve(model, None, method, **arguments)
+    abstract = nnx.eval_shape(build)
+    sd.set_layouts(abstract, sd.layouts(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(model))
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(abstract, checkpointer.restore(tmp_path / "state", nnx.state(abstract)))
+    for a, b in zip(abstract, model):
+        np.testing.assert_array_equal(a(X), b(X))
+
+
 def test_layouts_that_do_not_fit_are_refused_and_change_nothing():
     model = nnx.List([make(False), make(False, offset=1)])
     before, saved = [layer.layout for layer in model], sd.layouts(model)

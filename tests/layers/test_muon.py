@@ -1,4 +1,4 @@
-"""`optax.contrib.muon` orthogonalises stored blocks, with the line of docs/layers.md."""
+"""`optax.contrib.muon` orthogonalises stored blocks, with the line of docs/guide/layers.md."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Sentences of docs/layers.md on what works with other libraries."""
+"""Sentences of docs/guide/layers.md on what works with other libraries."""
 
 import jax
 import jax.numpy as jnp

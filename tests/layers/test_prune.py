@@ -58,9 +58,26 @@ def test_outputs_stay_nearer_than_with_the_largest_blocks(block, use_bias):
         module = dense
         for name in path.split("."):
             module = getattr(module, name)
-        kernel = np.asarray(module.kernel[...]).reshape(mask.shape)
+        kernel = np.asarray(module.kernel[...])
+        assert kernel.shape == mask.shape
         assert not kernel[~mask].any()
         assert (kernel[mask] != 0).mean() > 0.9
+
+
+def test_sides_are_filled_up_as_those_of_sparsify():
+    model = nnx.Sequential(
+        nnx.Linear(30, 60, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(60, 20, rngs=nnx.Rngs(1))
+    )
+    x = jax.random.normal(jax.random.key(0), (128, 30))
+    pruned = sd.prune(model, [x], density=0.5, block=8)
+    largest = sd.sparsify(model, "magnitude", density=0.5, block=8)
+    for number in (0, 2):
+        shapes = {m.layers[number].layout.mask.shape for m in (pruned.model, largest)}
+        assert len(shapes) == 1
+        dense = sd.densify(pruned.model).layers[number].kernel[...]
+        assert dense.shape == pruned.masks[f"layers.{number}"].shape
+    errors = [float(jnp.linalg.norm(m(x) - model(x))) for m in (pruned.model, largest)]
+    assert errors[0] < 0.9 * errors[1]
 
 
 @pytest.mark.parametrize("density", [0.25, 0.5, 0.75])
@@ -103,7 +120,7 @@ def test_registered_classes_and_repeated_calls_are_pruned(monkeypatch):
     model = Twice(nnx.Rngs(0))
     pruned = sd.prune(model, [x], block="2:4")
     assert type(pruned.model.own) is Own
-    assert pruned.masks["own"].shape == (32, 32)
+    assert pruned.masks["own"].shape == (32, 4, 8)
     assert (np.asarray(pruned.model.own.w[...]) != 0).mean() == 0.5
     blocks = sd.prune(model, [x], block=8)
     assert blocks.model.own.linear.layout.density == 0.5

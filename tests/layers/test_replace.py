@@ -1,5 +1,8 @@
 """`sparsify` and `densify` change how the linears of a model are stored."""
 
+import dataclasses
+import typing
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -104,6 +107,115 @@ def test_a_stack_of_scanned_layers_shares_a_layout_or_evolves_its_own(pattern, e
     np.testing.assert_allclose(apply(x, sparse), apply(x, sd.densify(sparse)), atol=1e-5)
 
 
+class Pair(typing.NamedTuple):
+    first: typing.Any
+    second: typing.Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Record:
+    inner: typing.Any
+
+
+CONTAINERS = {
+    "tuple": lambda a, b: (a, b),
+    "tuple of one linear": lambda a, b: (a, a),
+    "named tuple": Pair,
+    "nested": lambda a, b: {"x": [(a,), Pair(b, (a, None))]},
+    "list in a tuple": lambda a, b: ([a], [b]),
+    "dataclass": lambda a, b: Record((a, {"y": b})),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_linears_in_any_container_become_sparse_and_dense_again(name):
+    class Held(nnx.Module):
+        def __init__(self):
+            linears = [nnx.Linear(32, 32, rngs=nnx.Rngs(n)) for n in range(2)]
+            self.held = nnx.data(CONTAINERS[name](*linears))
+
+        def __call__(self, x):
+            is_module = lambda node: isinstance(node, nnx.Module)  # noqa: E731
+            for layer in jax.tree.leaves(self.held, is_leaf=is_module):
+                x = jnp.tanh(layer(x))
+            return x
+
+    model, x = Held(), jnp.ones((2, 32))
+    sparse = sd.sparsify(model, density=1, block=8)
+    kinds = {type(module) for _, module in nnx.iter_modules(sparse)}
+    assert kinds == {Held, sd.BlockSparseLinear}
+    assert type(sparse.held) is type(model.held)
+    np.testing.assert_allclose(sparse(x), model(x), atol=1e-5)
+    sd.evolve(sparse, None, "gradual", density=0.5)
+    np.testing.assert_allclose(sd.densify(sparse)(x), sparse(x), atol=1e-5)
+    assert nnx.graphdef(sd.densify(sparse)) == nnx.graphdef(model)
+
+
+def test_a_linear_in_a_tuple_and_in_a_list_is_refused():
+    model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+    model.again = nnx.data((model.layers[0],))
+    with pytest.raises(sd.UserError, match="in a tuple and at another place"):
+        sd.sparsify(model, density=0.5, block=8)
+
+
+STACKED = {
+    "nnx.Linear": lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+    "nnx.Linear without a bias": lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
+    "nnx.LinearGeneral": lambda rngs: nnx.LinearGeneral(16, (4, 8), rngs=rngs),
+    "nnx.Einsum": lambda rngs: nnx.Einsum("bi,ijk->bjk", (16, 4, 8), (4, 8), rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("name", STACKED)
+def test_a_stack_is_on_the_first_axis_or_refused(name, axis):
+    build = nnx.split_rngs(splits=3)(nnx.vmap(STACKED[name], out_axes=axis))
+    stack = build(nnx.Rngs(0))
+    if axis:
+        with pytest.raises(sd.UserError, match="stacked along the first axis"):
+            sd.sparsify(stack, density=1, block=8)
+        return
+    sparse, x = sd.sparsify(stack, density=1, block=8), jnp.ones((2, 16))
+    apply = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
+    np.testing.assert_allclose(apply(sparse, x), apply(stack, x), atol=1e-5)
+
+
+WRAPPERS = {
+    "WeightNorm": lambda module, rngs: nnx.WeightNorm(module, rngs=rngs),
+    "SpectralNorm": lambda module, rngs: nnx.SpectralNorm(module, rngs=rngs),
+    "WeightNorm of a model": lambda module, rngs: nnx.WeightNorm(
+        nnx.Sequential(module, nnx.LayerNorm(32, rngs=rngs)), rngs=rngs
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_linear_whose_kernel_a_wrapper_reads_is_refused(name):
+    rngs = nnx.Rngs(0)
+    linears = [nnx.Linear(32, 32, rngs=rngs) for _ in range(2)]
+    model = nnx.Sequential(WRAPPERS[name](linears[0], rngs), linears[1])
+    with pytest.raises(sd.UserError, match=r"kernel is a parameter of .*Norm, which reads it"):
+        sd.sparsify(model, density=1, block=8)
+    where = lambda path, linear: path == "layers.1"  # noqa: E731
+    sparse, x = sd.sparsify(model, density=1, block=8, where=where), jnp.ones((2, 32))
+    np.testing.assert_allclose(sparse(x), nnx.clone(model)(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("evolving", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+def test_parameters_have_the_dtype_that_was_asked_for(dtype, evolving):
+    """A mark that 16 bits cannot hold has 32."""
+    with jax.enable_x64(dtype == jnp.float64):
+        layer = sd.BlockSparseLinear(
+            32, 32, density=0.5, block=8, evolving=evolving, param_dtype=dtype, rngs=nnx.Rngs(0)
+        )
+        dtypes = {path[-1]: v.dtype for path, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+        mark = dtypes.pop("table_mark", dtype)
+        assert mark == (jnp.promote_types(dtype, jnp.float32) if evolving else dtype)
+        assert set(dtypes.values()) == {jnp.dtype(dtype)}
+
+
 def test_dtypes_are_those_of_the_linear():
     model = nnx.Linear(32, 32, dtype=jnp.bfloat16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     sparse = sd.sparsify(model, density=0.5, block=8)
@@ -117,6 +229,38 @@ def test_a_model_is_sparsified_without_its_arrays():
         lambda: sd.sparsify(Mlp(nnx.Rngs(0)), density=0.5, block=8, where=in_blocks)
     )
     assert abstract.blocks[0].values.shape == (16, 8, 8)
+
+
+ABSTRACT = {
+    "sparsify": lambda model: sd.sparsify(model, density=0.5, block=8, where=in_blocks),
+    "magnitude": lambda model: sd.sparsify(model, "magnitude", density=0.5, block=8),
+    "densify": lambda model: sd.densify(ABSTRACT["sparsify"](model)),
+    "erk_densities": lambda model: sd.erk_densities(model, 0.5, block=8),
+    "layouts": lambda model: sd.layouts(ABSTRACT["sparsify"](model)),
+    "evolving layouts": lambda model: sd.layouts(
+        sd.sparsify(model, density=0.5, block=8, where=in_blocks, evolving=True)
+    ),
+    "evolve": lambda model: sd.evolve(ABSTRACT["sparsify"](model), None, "set"),
+    "partition_specs": lambda model: sd.partition_specs(
+        ABSTRACT["sparsify"](model), jax.sharding.Mesh(jax.devices()[:1], ("x",)), "x"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ABSTRACT)
+def test_an_abstract_model_gives_what_a_concrete_one_does_or_words(name):
+    concrete = Mlp(nnx.Rngs(0))
+    abstract = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
+    if name in ("magnitude", "evolving layouts", "evolve"):
+        with pytest.raises(sd.UserError, match="abstract model"):
+            ABSTRACT[name](abstract)
+        return
+    results = [ABSTRACT[name](model) for model in (concrete, abstract)]
+    if isinstance(results[0], nnx.Module):
+        graphs, states = zip(*(nnx.split(model) for model in results))
+        assert graphs[0] == graphs[1]
+        results = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), s) for s in states]
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 def test_what_does_not_fit_is_refused_in_words():

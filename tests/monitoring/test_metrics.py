@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from storage_faults import failing as failing_operations
 from tensorboardX.proto import event_pb2
 
 from sparse_dataflow.files import storage
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.monitoring import metrics
-from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+from sparse_dataflow.monitoring.metrics import MetricsReader, MetricsWriter, read_metrics
 
 
 def written(folder, rows, step=0):
@@ -91,7 +93,7 @@ def test_a_full_disk_raises_at_once_and_leaves_earlier_rows_intact(tmp_path):
         """
         import pathlib, resource, sys
         from sparse_dataflow.files.errors import UserError
-        from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
+        from sparse_dataflow.monitoring.metrics import MetricsReader, MetricsWriter, read_metrics
         row = {"kind": "train", "step": 1} | {f"number_{i}": 1.0 for i in range(40)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, resource.RLIM_INFINITY))
         writer = MetricsWriter(pathlib.Path(sys.argv[1]))
@@ -257,3 +259,19 @@ def test_a_resumed_runs_rows_replace_the_repeated_ones(tmp_path):
     path.write_text(text + "".join(json.dumps(row) + "\n" for row in again))
     assert read_metrics(path) == [*first[:2], *again]
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("content", [b"\0" * 2**20, b"x\n" * 2000, b'{"kind": 1}\n' * 2000])
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_file_that_is_no_metrics_is_refused_without_being_read_whole(tmp_path, content, ended):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "train", "step": 1}\n' + content)
+    with path.open("rb+") as file:
+        file.truncate(2**30 + (1 if content[0] == 0 else 0))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"bytes; legal|is damaged"):
+            MetricsReader(path).read(ended)
+        assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    finally:
+        tracemalloc.stop()

@@ -98,6 +98,12 @@ def test_from_the_second_minute_on_it_is_within_a_fifth(step_seconds, most, eval
     assert all(abs(est - true) <= 0.2 * true + slack for _, est, true in rows)
 
 
+def test_checkpoints_that_take_long_are_a_part_of_the_time_left():
+    run = SimulatedRun({"one": np.ones(200)}, 0.1, save=25.0)
+    rows = [row for row in estimates(run) if row[0] > 80]  # After the first checkpoint.
+    assert all(abs(estimate - true) <= 0.1 * true + 3 for _, estimate, true in rows)
+
+
 def drawn_steps(step_seconds, total, rng):
     """Steps of models that share `total` seconds, each step within a fifth of its mean."""
     share = total / len(step_seconds)

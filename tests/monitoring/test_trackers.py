@@ -12,6 +12,7 @@ from metric_rows import eval_row, train_row
 
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring import metrics as metrics_module
 from sparse_dataflow.monitoring import trackers
 from sparse_dataflow.monitoring.goodput import stall_alerts
 from sparse_dataflow.monitoring.metrics import MetricsWriter
@@ -152,6 +153,15 @@ class Calls:
     def __call__(self, *arguments, **keywords):
         self._record.append((self._path, arguments, keywords))
         return self._results.get(self._path, Calls(self._record, self._results, self._path))
+
+
+def test_a_tracked_run_is_named_by_the_run_and_not_by_its_place(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(metrics_module, "opened", lambda name, run: opened.append(run.id))
+    for folder in (tmp_path / "run" / "sparse", tmp_path / "moved" / "sparse"):
+        folder.mkdir(parents=True)
+        MetricsWriter(folder, 0, ["wandb"], run_id="77").close()
+    assert opened == ["77-sparse"] * 2
 
 
 def test_weights_and_biases_gets_scalars_over_the_step(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from small_models import EACH_KIND as MODEL
 
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.pipeline.layer_actions import layer_actions
 from sparse_dataflow.runs.run_config import SIZES
@@ -35,7 +35,7 @@ def second_layer(model):
 
 
 def block(model, params, tables, x):
-    return gpt.measured_block(model, layer_weights(model, merged(params, tables)), x)
+    return gpt.block(model, layer_weights(model, merged(params, tables)), x)
 
 
 def run(model, recompute):

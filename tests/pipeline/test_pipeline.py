@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.pipeline import pipeline, schedules, stages
+from sparse_dataflow.pipeline import action_tables, pipeline, stages
 
 
 @pytest.mark.slow
@@ -93,14 +93,14 @@ def test_illegal_divisions_are_refused():
         stages.divide(5, 4, 2)
 
 
-def test_schedules_of_equal_shape_share_a_program():
+def test_tables_of_equal_shape_share_a_program():
     """Their tables differ in values alone."""
     division = stages.divide(4, 4)
-    for name in schedules.SCHEDULES:
-        plan = pipeline.make_plan(division, schedules.make(name, 4, 8))
+    for name in action_tables.RULES:
+        plan = pipeline.make_plan(division, action_tables.make(name, 4, 8))
         rows = pipeline.rows(plan)
-        assert rows.shape == (4, plan.schedule.ticks, len(pipeline.Row._fields))
+        assert rows.shape == (4, plan.table.ticks, len(pipeline.Row._fields))
         assert rows.dtype == np.int32
-        np.testing.assert_array_equal(rows[..., 0], plan.schedule.action)
+        np.testing.assert_array_equal(rows[..., 0], plan.table.action)
     with pytest.raises(ValueError, match="differ in stages"):
-        pipeline.make_plan(division, schedules.make("1f1b", 2, 8))
+        pipeline.make_plan(division, action_tables.make("1f1b", 2, 8))

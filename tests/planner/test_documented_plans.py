@@ -53,7 +53,7 @@ def test_memory_and_speed_of_the_relay_stand_side_by_side():
         ]
         for row in (device, host, whole)
     ]
-    page = table("devices.md", "executor | device memory, MB | planned | of `whole`")
+    page = table("evidence/devices.md", "executor | device memory, MB | planned | of `whole`")
     assert list(page.values()) == columns
 
 
@@ -64,7 +64,9 @@ def test_the_relay_on_an_h200():
     training = TrainingConfig(batch=8, sequence=2048, micro_batches=4)
     how = {"stash": "host", "clipping": "eager", "fused_attention": True}
     step = relay_step.estimate(model, training, chip=CHIPS["h200"], **how)
-    [cells] = table("devices.md", "executor | device memory, MB | planned | ms a step").values()
+    [cells] = table(
+        "evidence/devices.md", "executor | device memory, MB | planned | ms a step"
+    ).values()
     milliseconds = f"{1e3 * row['step_seconds']:.0f}"
     assert cells == [
         f"{row['device_bytes'] / 1e6:,.0f}",
@@ -77,7 +79,7 @@ def test_the_relay_on_an_h200():
     ]
     # The goal: memory within 10%.
     assert step.device_total == pytest.approx(row["device_bytes"], rel=0.1)
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/evidence/performance.md").read_text(encoding="utf-8")
     [line] = [line for line in text.splitlines() if line.startswith("| step of the [relay]")]
     assert f"| {milliseconds} ms, {row['device_bytes'] / GIB:.1f} GiB |" in line
 
@@ -88,7 +90,7 @@ def test_hidden_transfers_on_an_h200_are_those_of_the_plan(row):
     scale, density, changes = [*models, ("1.3b", 1 / 8, {"num_layers": 4})][row]
     model = named_model(scale, density, block=128, dtype="bfloat16")
     model = dataclasses.replace(model, **changes)
-    page = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/devices.md").read_text(encoding="utf-8")
     lines = page[page.index("| model | `parallel.stash` |") :].split("\n\n")[0].splitlines()[2:]
     _, stash, *cells, enough = [cell.strip() for cell in lines[row].strip("| ").split("|")]
 
@@ -107,7 +109,7 @@ def test_hidden_transfers_on_an_h200_are_those_of_the_plan(row):
 
 
 def test_measured_steps_beside_predicted_ones():
-    page = table("planning.md", "step, full remat | measured | predicted")
+    page = table("evidence/planner.md", "step, full remat | measured | predicted")
     for file, scale, rows, chip in (
         ("step_bench_h200_13b", "13b", 2, "h200"),
         ("step_bench_h100_6-7b", "6.7b", 4, "h100"),
@@ -137,7 +139,7 @@ def test_memory_of_adapters(scale, kind):
     result = settle(adapted, machine)
     [(model, _)] = result.request.models[0]
     sizes = whole, result.chip_bytes / GIB, memory.frozen_bytes(model) / GIB
-    rows = table("finetuning.md", "model | training all weights")
+    rows = table("guide/finetuning.md", "model | training all weights")
     assert rows[f"`{scale}`{kind}"] == [f"{size:.1f}" for size in sizes]
 
 
@@ -152,7 +154,7 @@ def test_losses_above_the_law():
         "blocks of 4, cut": ["pruned_2_narrow_heads"],
         "MLP alone": ["pruned_2_mlp"],
     }
-    rows = table("serving_cost.md", "recipe | loss above the law")
+    rows = table("evidence/serving_cost.md", "recipe | loss above the law")
     assert len(rows) == len(arms)
     for begin, names in arms.items():
         [(cell_text,)] = (cells for first, cells in rows.items() if first.startswith(begin))
@@ -165,5 +167,5 @@ def test_losses_above_the_law():
             f"{int(cell.split()[1]):,}" for cell in cells
         }
     assert f"all {['eight', 'nine', 'ten'][fit['mean_weights']['dense_cells'] - 8]} dense" in (
-        ROOT / "docs" / "serving_cost.md"
+        ROOT / "docs/evidence/serving_cost.md"
     ).read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ def test_a_dense_model_has_the_loss_of_the_law():
 
 
 def test_at_one_eighth_a_stored_parameter_is_worth_2_8_dense_ones():
-    """docs/quality.md gives 2.8 (2.4 to 3.9); the embeddings count once."""
+    """docs/evidence/quality.md gives 2.8 (2.4 to 3.9); the embeddings count once."""
     sparse, dense = models("13b")
     embeddings = (sparse.vocab_size + sparse.max_len) * sparse.d_model
     stored = cost.parameter_count(sparse) - embeddings

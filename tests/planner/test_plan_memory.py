@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL, LinearSpec
 from sparse_dataflow.core.training import cost
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.plan_memory import in_flight, plan_bytes, run_bytes
@@ -124,9 +124,9 @@ def test_micro_batches_in_flight(stages, count, chunks):
 )
 def test_micro_batches_in_flight_agree_with_the_schedule_table(name, stages, rounds, chunks):
     chunks = chunks if name == "interleaved" else 1
-    table = schedules.make(name, stages, stages * rounds, chunks)
+    table = action_tables.make(name, stages, stages * rounds, chunks)
     first = table.action[0]
-    stored = np.cumsum(first == schedules.FORWARD) - np.cumsum(first == schedules.WEIGHTS)
+    stored = np.cumsum(first == action_tables.FORWARD) - np.cumsum(first == action_tables.WEIGHTS)
     plan = ParallelPlan(stage=stages, accumulation=stages * rounds, chunks=chunks, schedule=name)
     # The activations of a chunk stay until its backward pass ends.
     assert stored.max() / chunks <= float(in_flight(plan)) + 1e-9

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import re
 
 import numpy as np
@@ -491,6 +492,15 @@ def test_a_band_in_words():
     assert "prior constants" in bands.words([model], 2048, own)
 
 
+def test_other_software_is_never_said_to_be_nearer_than_the_software_of_the_band():
+    wide = bands.BANDS["cdna2", "large"]
+    [name] = wide.runs
+    words = bands.words([named_model("175b")], 2048, CHIPS[name])
+    factor = f"within a factor of {math.exp(wide.error):.2f}"
+    assert words.startswith(f"{factor}, like 1 published run") and words.count(factor) == 2
+    assert bands.log_error([named_model("175b")], 2048, CHIPS[name]) == wide.error
+
+
 @pytest.mark.parametrize("name", [*KNOWN, "mine"])
 @pytest.mark.parametrize("scale", ["1.3b", "13b", "175b"])
 def test_a_band_counts_the_runs_of_its_own_chip(name, scale):
@@ -506,9 +516,10 @@ def test_a_band_counts_the_runs_of_its_own_chip(name, scale):
     words = bands.words([model], 2048, chip)
     assert (f"like {runs} published run" in words) == (runs > 0)
     assert words.startswith("extrapolated") == (runs == 0)
-    if name in ("b200", "mine", "mi300x", "rtx-4090"):
+    if name in ("b200", "b300", "mine", "mi300x", "rtx-4090"):
         assert f"no fitted run is on {name}" in words
-        assert bands.log_error([model], chip) > bands.log_error([model], CHIPS["h100"])
+        wide, known = (bands.log_error([model], 2048, c) for c in (chip, CHIPS["h100"]))
+        assert wide > known
         assert bands.tie_width([model], 2048, chip) == bands.UNKNOWN
 
 

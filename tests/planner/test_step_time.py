@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS, Chip, Network
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 from sparse_dataflow.planner import bands, collectives, memory, plan_collectives
 from sparse_dataflow.planner.efficiency import (
     EFFICIENCIES,
@@ -265,7 +265,7 @@ def test_sends_overlap_in_interleaved_schedules_only(schedule):
 def test_bubbles_equal_those_of_the_schedule_tables(name, stages, rounds, chunks):
     chunks = chunks if name == "interleaved" and stages > 1 else 1
     count = stages * rounds
-    table = schedules.make(name, stages, count, chunks)
+    table = action_tables.make(name, stages, count, chunks)
     # A pass over one stage has a forward, a backward and a weight-gradient action per chunk.
     idle = (table.ticks - 3 * count * chunks) / (3 * chunks)
     assert idle == pytest.approx(BUBBLES[name] * (stages - 1) / chunks)

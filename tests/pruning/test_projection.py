@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import threadpoolctl
 from marks import some
 
 from sparse_dataflow.pruning import projection, refit, second_order
@@ -109,3 +110,21 @@ def test_a_transform_of_the_inputs_is_pruned_in_its_own_features():
         Target(Groups(4, 4), 3, rounds=2),
     )
     np.testing.assert_allclose(mixed, plain.kernel, atol=1e-3)
+
+
+def test_products_of_small_matrices_have_one_thread(monkeypatch):
+    """Threads of a BLAS that wait for each other took 40 times the time on a busy machine."""
+    threads, chosen_groups = set(), projection.chosen_groups
+
+    def observed(*given):
+        pools = threadpoolctl.threadpool_info()
+        threads.update(pool["num_threads"] for pool in pools if pool["user_api"] == "blas")
+        return chosen_groups(*given)
+
+    monkeypatch.setattr(projection, "chosen_groups", observed)
+    fit, held_out, kernel = drawn(24, 0.0, tokens=400)
+    with threadpoolctl.threadpool_limits(2):
+        projection.prune(
+            Moments.of(*fit), Moments.of(*held_out), kernel, Target(Groups(1, 1), 12, rounds=1)
+        )
+    assert threads == {1}

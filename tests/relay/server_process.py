@@ -17,7 +17,7 @@ import numpy as np
 from small_models import DENSE, QUARTER
 
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model import partition, stacks
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.relay import host_optimizer, host_state
 from sparse_dataflow.relay.parameter_server import ParameterServer, ServerStep
@@ -38,7 +38,7 @@ def first_state(params, mu, nu, model=MODEL, training=TRAINING):
     moments = host_state.with_moments(shapes.moments, 0, mu, nu)
     masks, layouts = stacks.split_layouts(shapes.rest)
     masks = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), masks)
-    rest = adapters.merged(masks, layouts)
+    rest = partition.merged(masks, layouts)
     return TrainState(np.zeros((), np.int32), params, moments, key(), rest)
 
 

@@ -128,6 +128,21 @@ def test_initial_state_equals_that_of_the_whole_executor(name, optimizer):
         np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
 
 
+def test_each_weight_draws_its_own_noise_and_the_same_under_every_executor():
+    """A state that is made for each weight alone would have the same random key everywhere."""
+    model, how = MODELS["sparse_depth"], training(optimizer="optax:noisy_sgd")
+
+    def keys(state):
+        leaves = map(np.asarray, jax.tree.leaves(state.moments))
+        return [leaf.reshape(-1, 2) for leaf in leaves if leaf.dtype == np.uint32]
+
+    mine, theirs = keys(fresh_state(model, how)), keys(initial_state(model, how))
+    for each, other in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(each, other)
+    drawn = np.concatenate(mine)
+    assert len(drawn) > 100 and len(np.unique(drawn, axis=0)) == len(drawn)
+
+
 @pytest.mark.slow
 def test_bfloat16_keeps_float32_masters_and_its_copies_follow_them():
     model, how = dataclasses.replace(DENSE, compute_dtype="bfloat16"), training()

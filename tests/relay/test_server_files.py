@@ -15,7 +15,7 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN
 from sparse_dataflow.core.layouts import model_layouts
-from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model import partition, stacks
 from sparse_dataflow.core.optim.optimizers import adam_state
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.relay import host_state, server_files
@@ -98,7 +98,7 @@ def test_masks_that_are_read_equal_those_that_were_written(tmp_path):
     masks, layouts = stacks.split_layouts(state.rest)
     masks = jax.tree.map(lambda leaf: np.arange(leaf.size).reshape(leaf.shape) % 3 > 0, masks)
     assert jax.tree.leaves(masks)
-    rest = adapters.merged(masks, layouts)
+    rest = partition.merged(masks, layouts)
     written = advance(state._replace(rest=rest), files, 3, model=model)
     files.close()
     read = open_files(tmp_path, model).restore(key())

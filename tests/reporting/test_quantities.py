@@ -47,6 +47,7 @@ def test_missing_values_print_as_a_dash(value):
 def test_examples():
     assert quantities.count([7]) == ["7"]
     assert quantities.count([999_600]) == ["1.00\u00a0M"]
+    assert quantities.count([999.7]) == ["1.00\u00a0k"]
     assert quantities.size([2**30 * 1.5, 2**28]) == ["1.50\u00a0GiB", "0.250\u00a0GiB"]
     assert quantities.percent([0.412]) == ["41.2%"]
     assert quantities.durations([150]) == ["2\u00a0min\u00a030\u00a0s"]

@@ -1,5 +1,7 @@
 """The table of what goes with what: each row refuses, and all else that it accepts can train."""
 
+import importlib
+import itertools
 import pathlib
 
 import pytest
@@ -8,12 +10,13 @@ from eight_devices import on_eight_devices
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors import compatibility as core
 from sparse_dataflow.core.executors.compatibility import PARALLELISMS, ResolvedRun, violations
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.runs import compatibility
+from sparse_dataflow.runs import compatibility, evolution_rows
 from sparse_dataflow.runs.compatibility import TABLE
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "devices.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/devices.md"
 CASES = [
     pytest.param(row, other, id=f"{row.option.words} {other.words}")
     for row in TABLE
@@ -52,8 +55,24 @@ def test_an_executor_without_a_run_refuses_in_the_same_words():
         executor.check(model, TrainingConfig(1, 4, 16))
 
 
+def devices_table():
+    """The table of the page: each option, what lacks it, and why."""
+    lines = ["| option | does not work with | because |", "|---|---|---|"]
+    tables = core.TABLE, evolution_rows.ROWS, compatibility.SETTINGS, compatibility.PARALLEL
+    by_words = {}
+    for row in itertools.chain(*tables):
+        if any(other in PARALLELISMS for other in row.others):
+            by_words.setdefault(row.option.words, []).append(row)
+    for words, rows in by_words.items():
+        lacking = [each.words for each in PARALLELISMS if any(each in r.others for r in rows)]
+        reasons = dict.fromkeys(row.because for row in rows)
+        option = words if "`" in words or " " in words else f"`{words}`"
+        lines.append(f"| {option} | {', '.join(lacking)} | {'; '.join(reasons)} |")
+    return "\n".join(lines) + "\n"
+
+
 def test_few_options_lack_a_parallelism():
-    assert len(compatibility.devices_table().splitlines()) <= 2 + 6
+    assert len(devices_table().splitlines()) <= 2 + 6
 
 
 def test_rows_that_read_absent_parts_do_not_apply():
@@ -61,9 +80,10 @@ def test_rows_that_read_absent_parts_do_not_apply():
     assert not list(violations(ResolvedRun(model, TrainingConfig(1, 4, 16)), TABLE))
 
 
-def test_the_pages_have_the_tables():
-    assert compatibility.devices_table() in PAGE.read_text(encoding="utf-8")
-    settings = compatibility.settings_table()
+def test_the_pages_have_the_tables(monkeypatch):
+    assert devices_table() in PAGE.read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(PAGE.parents[1])
+    settings = importlib.import_module("build_site").settings_table(TABLE)
     pairs = [(row, other) for row in TABLE for other in row.others if other not in PARALLELISMS]
     assert len(settings.splitlines()) >= len({row.option.words for row, _ in pairs}) + 2
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from marks import some
 
 import sparse_dataflow.core.layouts.evolution  # noqa: F401  Registers the patterns.
-from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.core.config.projections import MLP, LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
@@ -69,6 +69,13 @@ def test_the_default_study_has_a_model_of_every_density_within_two_percent(budge
 
 def test_the_model_itself_is_the_answer_to_its_own_cost():
     assert equal_cost_model(shape("3m"), flops_of("3m"), flops_of("3m")(SIZES["3m"])) == SIZES["3m"]
+
+
+def test_each_expert_is_stored_however_few_are_active():
+    model = dataclasses.replace(SIZES["pico"], experts=4, top_k=2)
+    weights = {name: math.prod(model.projection_shape(name)) for name in model.projections}
+    by_hand = sum(count * (4 if name in MLP else 1) for name, count in weights.items())
+    assert stored_parameters(model) == model.num_layers * by_hand
 
 
 def test_a_budget_below_every_layout_is_refused():

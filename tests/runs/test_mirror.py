@@ -7,7 +7,6 @@ import pytest
 from checkpoint_states import (
     CONFIG,
     abstract,
-    assert_same_bits,
     restored_step,
     saved,
     small_state,
@@ -126,26 +125,44 @@ def test_a_mirror_that_cannot_be_written_is_refused_at_once(places):
         Checkpoints(first, config=CONFIG, mirror=copied_to(second))
 
 
-@pytest.mark.parametrize("bad", some([{3}, {2, 3}, {1, 2, 3}], {2, 3}, {1, 2, 3}))
-def test_an_unsound_checkpoint_and_its_copy_are_passed_over(tmp_path, bad):
-    """Its bytes are whole; the one before is restored, from here or from the mirror."""
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "value"), some([({3}, NAN), ({2, 3}, INFINITY), ({1, 2, 3}, NAN)], {2, 3}, {1, 2, 3})
+)
+def test_a_checkpoint_that_is_not_finite_is_passed_over_by_every_reader(
+    tmp_path, bad, value, read_only, caplog
+):
+    """Its bytes are whole; the one before is restored, by a writer also from the mirror."""
     first, second = tmp_path / "first", tmp_path / "second"
-    for step in (1, 2, 3):
-        saved(first, [step], mirror=copied_to(second))
-    shutil.rmtree(first / "2")
-
-    def unsound(state):
-        return "it is not finite" if int(state["step"]) in bad else ""
-
     checkpoints = Checkpoints(first, config=CONFIG, mirror=copied_to(second))
-    tree = abstract(small_state(0))
+    for step in (1, 2, 3):
+        state = small_state(step)
+        name = ("half", "w")[step % 2]
+        state[name] = state[name].at[5].set(value if step in bad else 1.0)
+        checkpoints.save(step, state, {})
+        checkpoints.wait()
+    if read_only:
+        checkpoints = Checkpoints(first, config=CONFIG, read_only=True)
+    else:
+        shutil.rmtree(first / "2")
+        checkpoints = Checkpoints(first, config=CONFIG, mirror=copied_to(second))
+    names = sorted(os.listdir(first))
     good = max({1, 2, 3} - bad, default=None)
     if good is None:
         with pytest.raises(UserError, match=r"All checkpoints in .* are damaged"):
-            checkpoints.restore(tree, unsound=unsound)
+            checkpoints.restore(abstract(state))
     else:
-        state, _ = checkpoints.restore(tree, unsound=unsound)
-        assert_same_bits(state, small_state(good))
+        restored, _ = checkpoints.restore(abstract(state))
+        assert int(restored["step"]) == good
+    assert f"{max(bad)} cannot be used: it is not finite" in caplog.text
+    with pytest.raises(UserError, match=r"damaged|has no checkpoint"):
+        checkpoints.restore(abstract(state), max(bad))
+    if read_only:
+        assert sorted(os.listdir(first)) == names
+        return
     for folder in (first, second):
         assert not {str(step) for step in bad} & {path.name for path in folder.iterdir()}
         assert (folder / f"{max(bad)}.damaged").exists()

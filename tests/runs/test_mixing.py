@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.commands import job
+from sparse_dataflow.commands.job import build
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts.model_layouts import layouts
@@ -111,6 +111,6 @@ def test_a_run_says_that_its_model_has_parts(changes, warned):
     config = preset("pico").change(
         sparsity__block=16, training__steps=1000, run__twin=True, **changes
     )
-    sentences = list(job._isolated_features(variants(config)))
+    sentences = list(build._isolated_features(variants(config)))
     assert [s.startswith("sparse: ") for s in sentences] == [True] * warned
     assert all("parts that meet in no layer" in s for s in sentences)

@@ -17,7 +17,6 @@ from sparse_dataflow.runs.run_config import RunConfig, preset
             {"training__batch": 12, "training__micro_batches": 5},
             ["training.batch=12", "training.micro_batches=5", "1, 2, 3, 4, 6, 12"],
         ),
-        ({"evolution__method": "low_rank_tail"}, ["low_rank_tail", "legal with sparsity.rank"]),
         (
             {
                 "parallel__executor": "relay",

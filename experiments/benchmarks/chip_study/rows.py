@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import make_eval_step
 from sparse_dataflow.evaluation import kv_cache
@@ -155,7 +155,7 @@ def _slope_programs(cases, sizes, chip):
 
 
 def _kernel_programs(sizes, chip):
-    return {} if dispatch.platform() == "cpu" else _slope_programs(KERNELS, sizes, chip)
+    return {} if dispatch.on(platforms.HOST) else _slope_programs(KERNELS, sizes, chip)
 
 
 def pass_kernels(study: Study) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def pass_kernels(study: Study) -> dict[str, Any]:
     Raises:
       Skipped: this is a CPU, or no case can run.
     """
-    if dispatch.platform() == "cpu":
+    if dispatch.on(platforms.HOST):
         raise Skipped("These kernels run on GPUs; this is a CPU.")
     return slopes(KERNELS, study)
 

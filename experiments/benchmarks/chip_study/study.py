@@ -23,7 +23,7 @@ MEMORY_SHARE = "0.95"
 """Share of a GPU's memory that jax reserves, unless the user says otherwise."""
 
 
-def run(options) -> int:
+def study_chip(options) -> int:
     """Measures, prints and writes; see `experiments.chip_report`.
 
     Returns:
@@ -84,7 +84,7 @@ class Records:
         self._rows[name] = dict(record)
         content = json.dumps({"chips": self._all}, indent=1) + "\n"
         try:
-            storage.replace(self.path, redact(content).encode())
+            storage.replace(self.path, content.encode())
         except OSError as error:
             raise UserError(f"{self.path} cannot be written: {error.strerror or error}.") from error
 
@@ -131,10 +131,25 @@ def collect(study, rows: Sequence, records: Records, rehearse: bool = False) -> 
                 raise failed[row.name]
             record |= {"status": DONE, "result": row.measure(study)}
         except Skipped as error:
-            record |= {"status": SKIPPED, "problem": str(error)}
+            record |= {"status": SKIPPED, "problem": redact(str(error))}
         except Exception as error:
-            record |= {"status": FAILED, "problem": sentence(error)}
+            record |= {"status": FAILED, "problem": redact(sentence(error))}
         record |= {"seconds": time.monotonic() - start, **measurement.provenance(study.chip.name)}
         records.write(row.name, record)
-        print(f"  {record['status']} {record.get('problem', '')}", flush=True)
+        lines = [record["status"], record.get("problem", ""), *figures(record.get("result", {}))]
+        print("\n".join(f"  {line}" for line in lines if line), flush=True)
         gc.collect()  # States of this row, before those of the next are drawn.
+
+
+def figures(result: Mapping, path: str = "") -> list[str]:
+    """Returns "path: value" for every number and text of a nested result; lists are left out."""
+    lines = []
+    for name, value in result.items():
+        where = f"{path}{name}"
+        if isinstance(value, Mapping):
+            lines += figures(value, f"{where}.")
+        elif isinstance(value, float):
+            lines.append(f"{where}: {value:.4g}")
+        elif isinstance(value, int | str):
+            lines.append(f"{where}: {value}")
+    return lines

@@ -9,6 +9,7 @@ import numpy as np
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.core.ops import platforms
 from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
@@ -19,7 +20,6 @@ from ..benchmark import ENOUGH_SECONDS, Program
 from ..options import IMPLEMENTATIONS
 from . import peers as kernel_peers
 from . import programs as kernel_programs
-from . import tuning as kernel_tuning
 from .programs import Grid
 
 CPU: dict[str, Any] = {
@@ -43,17 +43,14 @@ ACCELERATOR: dict[str, Any] = {
 """Options of an accelerator where they are auto."""
 
 
-def run(options) -> None:
-    """Measures, prints and writes, or tunes; see `experiments.kernel_bench`.
+def measure_kernels(options) -> None:
+    """Measures, prints and writes; see `experiments.kernel_bench`.
 
     Raises:
       UserError: a shape or a layout is not possible, before anything is timed.
     """
     keep_freed_memory()
     grid = _grid(options)
-    if options.tune:
-        print(f"\nkept in {kernel_tuning.run(grid, options.rounds, options.tuned)}")
-        return
     chip = hardware.detect([grid.dtype])
     print(
         f"{chip.name}; {grid.dtype}, normal inputs, medians of {options.rounds} rounds\n\n{_HEAD}",
@@ -67,7 +64,7 @@ def _grid(options) -> Grid:
     platform = jax.default_backend()
     chosen = {
         name: value if getattr(options, name) is None else getattr(options, name)
-        for name, value in (CPU if platform == "cpu" else ACCELERATOR).items()
+        for name, value in (CPU if platform in platforms.HOST else ACCELERATOR).items()
     }
     shapes = _shapes(chosen["shapes"])
     runnable = IMPLEMENTATIONS.get(platform, ("xla",))

@@ -6,14 +6,13 @@ in `gpu_estimates`.
 
 import concurrent.futures
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from sparse_dataflow.compile import topologies
 from sparse_dataflow.compile.account import CLOCKS
 from sparse_dataflow.compile.gpu_targets import TARGETS
 from sparse_dataflow.core.layouts.patterns import legal_densities
-from sparse_dataflow.files import json_files
+from sparse_dataflow.files import derived
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.runs.run_config import SIZES
@@ -52,7 +51,7 @@ TIMEOUT = 900
 """Seconds after which the compilation of one weight is given up."""
 
 
-def run(options) -> None:
+def estimate_tpus(options) -> None:
     """Compiles, prints and writes.
 
     Args:
@@ -142,21 +141,23 @@ def case_of(
     return Case(chip, name, pattern, *shape, block, density, tokens)
 
 
-def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:
+def cached_counts(case: Case, cache: str) -> Mapping[str, dict[str, int]]:
     """Returns the counts of a case, from the cache or from a new process of its module.
 
     Args:
       case: the weight and the chip.
-      cache: folder of the cached counts, by content; "" caches nothing.
+      cache: folder of the cached counts, derived files; "" caches nothing.
 
     Raises:
       UserError: the process fails.
     """
+    compute = functools.partial(_counts, case)
+    return derived.value(Path(cache), "counts", origin(case), compute) if cache else compute()
+
+
+def _counts(case):
     module = gpu_schedule_case if case.chip in TARGETS else schedule_case
     module = mlp_schedule_case if case.implementation == FUSED else module
-    path = Path(cache) / f"{digest(case)}.json"
-    if cache and path.is_file():
-        return json_files.load(path)["counts"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module.__name__, json.dumps(vars(case))]
         done = subprocess.run(
@@ -164,22 +165,19 @@ def cached_counts(case: Case, cache: str) -> dict[str, dict[str, int]]:
         )
     if done.returncode:
         raise UserError(f"{case} does not compile: {done.stderr.strip()[-400:]}")
-    counts = json.loads(done.stdout.splitlines()[-1])
-    if cache:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"case": vars(case), "counts": counts}) + "\n")
-    return counts
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def digest(case: Case) -> str:
-    """Returns a hash of everything that the counts of a case depend on."""
-    content = hashlib.sha256(json.dumps(vars(case), sort_keys=True).encode())
+def origin(case: Case) -> dict[str, Any]:
+    """Returns everything that the counts of a case depend on."""
     gpu = case.chip in TARGETS
-    for package in ("jax", "jaxlib", *(CUDA if gpu else ("libtpu",))):
-        content.update(f"{package} {version_of(package)}\n".encode())
-    for source in () if case.implementation == DENSE else _gpu_sources() if gpu else _sources():
-        content.update(source.read_bytes())
-    return content.hexdigest()[:32]
+    packages = ("jax", "jaxlib", *(CUDA if gpu else ("libtpu",)))
+    sources = () if case.implementation == DENSE else _gpu_sources() if gpu else _sources()
+    return {
+        "case": case,
+        "versions": [version_of(package) for package in packages],
+        "sources": [derived.digest(source) for source in sources],
+    }
 
 
 @functools.cache

@@ -33,7 +33,7 @@ IMPLEMENTATIONS = {
 """Module in `ops.block_sparse_matmul` -> its pattern, and the GPUs that it is compiled for."""
 
 
-def run(options) -> None:
+def estimate_gpus(options) -> None:
     """Compiles, prints and writes.
 
     Args:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -15,10 +14,9 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
-KEEP = ("norm", "activation", "saliency", "random", "reconstruction")
+KEEP = ("norm", "activation", "saliency", "random")
 """Scores of a block: its norm; the norm with each weight times the root mean square of its input
-(arXiv 2306.11695); the sum over steps of (weight . gradient)^2 (first-order saliency); chance.
-"reconstruction" also changes the weights that stay (`reconstruction.cut`)."""
+(arXiv 2306.11695); the sum over steps of (weight . gradient)^2 (first-order saliency); chance."""
 
 HIDDEN = ("mlp_in", "mlp_out")
 ALL = ("qkv", "attn_out", *HIDDEN)
@@ -47,7 +45,6 @@ class Arm:
       keep: score of the blocks that stay, see KEEP.
       block: side of a block, or its inputs where `block_outputs` is not 0.
       block_outputs: outputs of a block; 0 is `block`.
-      equal_fan_in: whether a reconstruction leaves equally many blocks of each output, within one.
       across: whether blocks of all projections compete ("model"), or those of each projection.
       momentum: whether optimizer moments of the weights that stay are "kept" or "reset" at a cut.
       rewarm: steps of linear warm-up after each cut.
@@ -69,7 +66,6 @@ class Arm:
     keep: str = "norm"
     block: int = 4
     block_outputs: int = 0
-    equal_fan_in: bool = False
     across: str = "projection"
     momentum: str = "kept"
     rewarm: int = 0
@@ -92,8 +88,6 @@ _EIGHTH = Arm(width=8 / 3, hidden=8 / 3, pruned=ALL)
 _change = dataclasses.replace
 _HALF_HEADS = _change(_HALF, heads_width=1, start=0.1, end=0.5)
 _QUARTER_HEADS = _change(_QUARTER, heads_width=1, start=0.1, end=0.5)
-_FITTED: Any = {"keep": "reconstruction", "equal_fan_in": True}
-_REBUILT = _change(_HALF_HEADS, **_FITTED)
 
 ARMS: Mapping[str, Arm] = {
     "narrow": Arm(),
@@ -161,15 +155,8 @@ ARMS: Mapping[str, Arm] = {
     "pruned_2_narrow_heads_across": _change(_HALF_HEADS, across="model"),
     "pruned_2_narrow_heads_rewarm": _change(_HALF_HEADS, rewarm=20),
     "pruned_2_narrow_heads_40_cuts": _change(_HALF_HEADS, stages=40),
-    # The weights that stay are fitted at each cut: squares, rows of 12, single weights.
-    "pruned_2_narrow_heads_rebuilt": _REBUILT,
-    "pruned_2_narrow_heads_rows_rebuilt": _change(_REBUILT, block=1, block_outputs=12),
+    # Rows of 12.
     "pruned_2_narrow_heads_rows": _change(_HALF_HEADS, block=1, block_outputs=12),
-    "pruned_2_narrow_heads_block_1_rebuilt": _change(_REBUILT, block=1),
-    "pruned_4_narrow_heads_rebuilt": _change(_QUARTER_HEADS, **_FITTED),
-    "pruned_4_narrow_heads_rows_rebuilt": _change(
-        _QUARTER_HEADS, block=1, block_outputs=12, **_FITTED
-    ),
     "pruned_4_narrow_heads_rows": _change(_QUARTER_HEADS, block=1, block_outputs=12),
     "static_2_narrow_heads": _change(_HALF_HEADS, start=0, end=0, stages=1, keep="random"),
 }
@@ -288,14 +275,7 @@ def training_flops(model: ModelConfig) -> float:
     return cost.flops_per_token(model, model.max_len).total
 
 
-def course(
-    narrow: ModelConfig,
-    arm: Arm,
-    narrow_steps: float,
-    chunk: int,
-    batch: int,
-    teacher: ModelConfig | None = None,
-) -> Course:
+def course(narrow: ModelConfig, arm: Arm, narrow_steps: float, chunk: int, batch: int) -> Course:
     """Returns the steps and cuts with the training FLOPs of `narrow_steps` of the narrow model.
 
     Args:
@@ -304,7 +284,6 @@ def course(
       narrow_steps: optimizer steps of the narrow model.
       chunk: cuts happen, and the training ends, at multiples of this many steps.
       batch: sequences in a step.
-      teacher: of all steps; None for the model before its first cut, from then on.
     """
     tokens = batch * narrow.max_len
     budget = narrow_steps * tokens * training_flops(narrow)
@@ -315,7 +294,7 @@ def course(
     def costs(density, has_teacher):
         """Returns training FLOPs of a token and stored weights."""
         model = at_density(dense, arm, density)
-        lessons = sum(served_sections(teacher or dense).values()) if has_teacher else 0.0
+        lessons = sum(served_sections(dense).values()) if has_teacher else 0.0
         return training_flops(model) + lessons, stored_parameters(model)
 
     while True:
@@ -323,7 +302,7 @@ def course(
         if wanted < density:
             density = wanted
             cuts.append(Cut(step, density))
-        flops, stored = costs(density, bool(arm.teacher and (teacher or cuts)))
+        flops, stored = costs(density, bool(arm.teacher and cuts))
         flops *= chunk * tokens
         if spent + flops / 2 > budget:
             return Course(step, tuple(cuts), spent, weights / max(step, 1))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.commands.measurement import provenance
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
@@ -162,16 +163,20 @@ def _same(target, layer):
 
 def loss(model: ModelConfig, params: Any, windows: np.ndarray) -> float:
     """Returns the mean loss on int32 [windows, length + 1], in bits a symbol."""
-    groups = np.array_split(windows, 8)
-    even = jnp.full(groups[0][:, 1:].shape, 1 / groups[0][:, 1:].size)
+    groups = [each for each in np.array_split(windows, 8) if len(each)]
     losses = [
-        whole.loss(model, weights_of(params), whole.Batch(jnp.asarray(each), even))
+        whole.loss(
+            model,
+            weights_of(params),
+            whole.Batch(jnp.asarray(each), jnp.ones(each[:, 1:].shape)),
+        )
         for each in groups
     ]
-    return float(np.mean(losses)) / math.log(2)
+    mean = sums.mean([float(loss) for loss in losses], [each[:, 1:].size for each in groups])
+    return mean.value / math.log(2)
 
 
-def run(options) -> int:
+def measure_block_cost(options) -> int:
     """Trains and prunes what is left, then reports; see the experiment.
 
     Raises:

@@ -105,7 +105,8 @@ def mean_cells(lines: runs.Lines) -> list[dict]:
             {
                 "width": width, "shape": shape, "density": density, "recovery": recovery,
                 "rounds": rounds, "samples": len(each), "excess": float(np.mean(excess)),
-                "spread": float(np.ptp(excess)), "dense": each[0]["dense"],
+                "spread": float(np.ptp(excess)) if len(excess) > 1 else None,
+                "dense": each[0]["dense"],
             }
         )  # fmt: skip
     rivals = {_place(row): row["excess"] for row in rows if row["shape"] == NARROW}

@@ -1,6 +1,6 @@
-"""What the projections of a dense model read and give."""
+"""What the projections of a dense model read."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +14,8 @@ from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from .arms import ALL
 
 
-class Observed(NamedTuple):
-    """What the projections of a model read and give, float32 [layers, batch, length, features].
-
-    Attributes:
-      read: projection -> its inputs.
-      streams: projection -> the residual stream that its outputs are added to; no entry for those
-        inside of a branch.
-      given: projection -> its outputs, or the residual stream with them.
-    """
-
-    read: dict[str, jax.Array]
-    streams: dict[str, jax.Array]
-    given: dict[str, jax.Array]
-
-
-def observed(model: ModelConfig, params: Any, tokens: jax.Array) -> Observed:
-    """Returns what the projections read and give.
+def mean_squares(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
+    """Returns projection -> float32 [layers, inputs], the mean square of each input feature.
 
     Args:
       model: dense, with fused queries, keys and values, and without biases.
@@ -48,22 +33,14 @@ def observed(model: ModelConfig, params: Any, tokens: jax.Array) -> Observed:
             return attended[-1]
 
         middle, after, _ = block.residuals(x, attend=attend)
-        first, normed = block.norm1(x), block.norm2(middle)
-        inner = block.mlp_in(normed)
-        read = first, attended[0].reshape(*x.shape[:2], -1), normed, activate(model, inner)
-        given = block.qkv(first), middle, inner, after
+        normed = block.norm2(middle)
+        hidden = activate(model, block.mlp_in(normed))
+        read = block.norm1(x), attended[0].reshape(*x.shape[:2], -1), normed, hidden
         layers.append(
-            Observed(
-                dict(zip(ALL, read, strict=True)),
-                {"attn_out": x, "mlp_out": middle},
-                dict(zip(ALL, given, strict=True)),
-            )
+            {
+                name: jnp.mean(jnp.square(values), (0, 1))
+                for name, values in zip(ALL, read, strict=True)
+            }
         )
         x = after
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
-
-
-def mean_squares(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns projection -> float32 [layers, inputs], the mean square of each input feature."""
-    read = observed(model, params, tokens).read
-    return {name: jnp.mean(jnp.square(values), (1, 2)) for name, values in read.items()}

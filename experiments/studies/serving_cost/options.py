@@ -6,8 +6,8 @@ from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, setti
 
 
 @dataclasses.dataclass(frozen=True)
-class StudyOptions:
-    """How many trainings there are, and of what."""
+class NarrowOptions:
+    """How many trainings there are, and the narrow dense model, whose cost all arms have."""
 
     vector_rate: float = setting(
         2.0, "Multiplier of the rate of embeddings and norms.", legal=ABOVE_ZERO
@@ -19,12 +19,6 @@ class StudyOptions:
     sequence: int = setting(32, "Symbols in a sequence.", legal=AT_LEAST_ONE)
     batch: int = setting(32, "Sequences in a step.", legal=AT_LEAST_ONE)
     corpus: str = setting("python_stdlib", "Text; see experiments.gpt13b_sparse.", path=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class NarrowOptions(StudyOptions):
-    """The narrow dense model, whose cost all arms of `experiments.serving_cost` have."""
-
     learning_rate: float = setting(16e-3, "Peak that the first trial has.", legal=ABOVE_ZERO)
     width: int = setting(24, "d_model of the narrow model.", legal=AT_LEAST_ONE)
     hidden: int = setting(96, "d_ff of the narrow model.", legal=AT_LEAST_ONE)

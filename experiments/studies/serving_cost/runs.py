@@ -91,6 +91,8 @@ def _parsed(path):
 def load(folder: Path) -> tuple[NarrowOptions, Lines]:
     """Returns the settings and runs of a finished `experiments.serving_cost`; writes nothing.
 
+    Runs of arms that only earlier versions had are left out.
+
     Raises:
       UserError: the folder is missing or of another program, or a value is damaged.
     """
@@ -107,7 +109,12 @@ def load(folder: Path) -> tuple[NarrowOptions, Lines]:
     for number, line in enumerate(lines, start=1):
         if not isinstance(line, dict) or not _is_run(line):
             raise UserError(f"{foreign}: line {number} of {LINES} is no run of an arm.")
-    return options, lines
+    return options, current_lines(lines)
+
+
+def current_lines(lines: Lines) -> Lines:
+    """Returns the lines without arms that only earlier versions had."""
+    return [line for line in lines if line["arm"] in arms.ARMS]
 
 
 def _is_run(line):
@@ -115,7 +122,6 @@ def _is_run(line):
     texts = [line.get(name) for name in ("arm", "optimizer", "schedule")]
     return (
         all(isinstance(text, str) for text in texts)
-        and texts[0] in arms.ARMS
         and isinstance(line.get("seed"), int)
         and all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
     )

@@ -27,6 +27,10 @@ NAME = "shape_search"
 SHOWN = 10
 """Candidates of the table, and the best one of each kind after them."""
 
+RESULTS = Path(__file__).parents[2] / "results"
+STUDIES = tuple(f"serving_cost{end}" for end in ("", "_width_16", "_layers_1", "_layers_4"))
+"""Folders of RESULTS that have the runs of this project; a wheel has them too."""
+
 MOST_STORED = "most stored parameters"
 """The choice of the proxy without training."""
 
@@ -34,7 +38,7 @@ LAST_SETTINGS = ("served_flops", "served_ms", "hardware", "training_flops", "tok
 """Options that all runs of a folder share, with the settings of the studies."""
 
 
-def run(options) -> int:
+def search_shapes(options) -> int:
     """Searches and, if asked to, trains; see `experiments.shape_search`.
 
     Raises:
@@ -45,6 +49,7 @@ def run(options) -> int:
     if options.train or options.pareto:
         folders.refuse_foreign(Path(options.out), NAME)
     sources = [Path(name.strip()) for name in options.studies.split(",") if name.strip()]
+    sources = sources or [RESULTS / name for name in STUDIES]
     studies = shape_law.read(sources, options.optimizer)
     ranked = candidates.search(studies, budget)
     print(page(studies, ranked, chip), flush=True)
@@ -272,7 +277,7 @@ def _train(options, studies, ranked):
     result = {
         "commands": sorted({line["command"] for line in lines}),
         "law": dataclasses.asdict(studies.law),
-        "studies": options.studies,
+        "studies": options.studies or ",".join(STUDIES),
         "rows": rows,
         "versions": lines[-1]["versions"],
         "machines": sorted({line["machine"] for line in lines}),

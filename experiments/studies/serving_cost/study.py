@@ -34,7 +34,7 @@ def model_of(options, width: int, heads: int, hidden: int) -> ModelConfig:
     )
 
 
-def run(options) -> int:
+def study_serving_cost(options) -> int:
     """Trains and reports; see `experiments.serving_cost`.
 
     Raises:
@@ -43,7 +43,8 @@ def run(options) -> int:
     narrow, folder = narrow_model(options), Path(options.out)
     for name in options.arms:
         arms.served_density(narrow, arms.ARMS[name])
-    lines = runs.read_lines(folder, {name: getattr(options, name) for name in SHARED})
+    settings = {name: getattr(options, name) for name in SHARED}
+    lines = runs.current_lines(runs.read_lines(folder, settings))
     cells = [
         Cell(arm, optimizer, options.schedule, length)
         for optimizer in options.optimizers

@@ -26,7 +26,7 @@ from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutpu
 from sparse_dataflow.core.optim.optimizers import make_optimizer, map_moments
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
-from . import arms, inputs, pruning, reconstruction
+from . import arms, inputs, pruning
 from .arms import Arm
 from .text import Text
 
@@ -35,9 +35,6 @@ CHUNK = 10
 
 DECAY = 0.3
 """Last fraction of the steps in which the schedule "wsd" decays."""
-
-COMPARED = 320
-"""Sequences on which a reconstruction compares outputs."""
 
 SCORED_CHUNKS = 5
 """Chunks before a cut whose gradients and inputs score the blocks."""
@@ -64,19 +61,6 @@ class Recipe:
     batch: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """Where a training begins, if not from random weights.
-
-    Attributes:
-      params: of the arm's model.
-      teacher: model and params of its teacher; None without one.
-    """
-
-    params: Any
-    teacher: tuple[ModelConfig, Any] | None = None
-
-
 def train(
     narrow: ModelConfig,
     arm: Arm,
@@ -84,8 +68,6 @@ def train(
     narrow_steps: float,
     seed: int,
     text: Text,
-    begin: Trained | None = None,
-    chunk: int = CHUNK,
 ) -> tuple[dict[str, Any], Any]:
     """Trains one arm; returns (losses in bits a symbol and what they cost, its params).
 
@@ -96,23 +78,16 @@ def train(
       narrow_steps: steps of the narrow model with the same training FLOPs.
       seed: of the weights, the order of the data and random blocks.
       text: the three splits.
-      begin: weights to begin with, and the teacher from the first step on; None for random weights
-        and, if the arm has a teacher, itself before the first cut.
-      chunk: optimizer steps of one call of the compiled program; see `arms.course`.
     """
     began = time.perf_counter()
     model = arms.shape(narrow, arm)
-    teacher_model, teacher = (begin and begin.teacher) or (model, None)
-    course = arms.course(
-        narrow, arm, narrow_steps, chunk, recipe.batch, None if teacher is None else teacher_model
-    )
+    teacher = None
+    course = arms.course(narrow, arm, narrow_steps, CHUNK, recipe.batch)
     cuts = {cut.step: cut.density for cut in course.cuts}
     rates = _rates(recipe, course, arm.rewarm)
     rng = np.random.default_rng(seed)
-    program = _program(
-        model, recipe.optimizer, recipe.vector_rate, teacher_model if arm.teacher else None
-    )
-    state = program.initial(seed) if begin is None else program.begin(begin.params)
+    program = _program(model, recipe.optimizer, recipe.vector_rate, model if arm.teacher else None)
+    state = program.initial(seed)
     masks = jax.tree.map(lambda leaf: jnp.ones((), leaf.dtype), state[0])
     scores: list[Any] = []
     chunks: list[jax.Array] = []
@@ -124,31 +99,21 @@ def train(
         weight = jnp.float32(arm.teacher if teacher is not None else 0)
         return call(state, masks, rates, tokens, teacher_params, weight)
 
-    for step in range(0, course.steps, chunk):
+    for step in range(0, course.steps, CHUNK):
         if step in cuts:
             if arm.teacher and teacher is None:
                 teacher = state[0]
-            if step == 0 and begin is not None and arm.keep != "reconstruction":
-                tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
-                scores = [
-                    jax.device_get(steps(program.scored, np.zeros(CHUNK, np.float32), tokens)[2])
-                ]
             params = jax.tree.map(jnp.multiply, state[0], masks)
-            if arm.keep == "reconstruction":
-                tokens = text.batches(rng, 1, COMPARED, narrow.max_len)[0, :, :-1]
-                params, masks = reconstruction.cut(model, arm, params, masks, cuts[step], tokens)
-                state = params, state[1]
-            else:
-                blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
-                masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
-            state = _cut(state, masks, arm, fresh=step == 0 and begin is None)
+            blocks = pruning.block_scores(arm, params["blocks"], scores, rng)
+            masks = pruning.with_blocks(masks, arm, blocks, cuts[step])
+            state = _cut(state, masks, arm, fresh=step == 0)
             scores = []
-        tokens = text.batches(rng, chunk, recipe.batch, narrow.max_len)
+        tokens = text.batches(rng, CHUNK, recipe.batch, narrow.max_len)
         scored = arm.keep in ("activation", "saliency") and any(
             step < at <= step + SCORED_CHUNKS * CHUNK for at in cuts
         )
         call = program.scored if scored else program.plain
-        state, loss, more = steps(call, rates[step : step + chunk], tokens)
+        state, loss, more = steps(call, rates[step : step + CHUNK], tokens)
         if scored:
             scores.append(jax.device_get(more))
         if step == 0:

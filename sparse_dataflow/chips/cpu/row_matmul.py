@@ -5,14 +5,15 @@ decoding calls `build` with a folder for the library.
 """
 
 import ctypes
-import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import jax
+
+from sparse_dataflow.files import derived
+from sparse_dataflow.hardware.processor import processor
 
 SOURCE = Path(__file__).with_name("row_matmul.cc")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w")
@@ -26,9 +27,9 @@ _state = {"refusal": _NOT_BUILT}
 
 
 def build(folder: Path) -> str:
-    """Compiles the product into a folder, unless it is there, and registers it with XLA.
+    """Compiles the product into a folder, unless it is there whole, and registers it with XLA.
 
-    Any number of processes may do so together: each writes a file of its own, and renames it.
+    Any number of processes may do so together; see `files.derived`.
 
     Args:
       folder: for libraries with this processor's instructions.
@@ -46,30 +47,35 @@ def _build(folder):
     if compiler is None:
         return f"this machine has no C++ compiler ({', '.join(COMPILERS)}, or CXX)."
     headers = jax.ffi.include_dir()
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{FLAGS} {jax.lib.__version__}".encode())
-    library = folder / f"row_matmul-{key.hexdigest()[:16]}.so"
+    origin = {
+        "source": SOURCE.read_bytes(),
+        "flags": FLAGS,
+        "compiler": compiler,
+        "jax": jax.lib.__version__,
+        "processor": processor(),
+    }
+
+    def compile_to(path):
+        command = [*compiler.split(), *FLAGS, f"-I{headers}", "-o", path, SOURCE]
+        subprocess.run(command, check=True, capture_output=True, timeout=LONGEST_COMPILATION)
+
     try:
-        if not _registers(library):
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as ours:
-                made = Path(ours) / library.name
-                command = [*compiler.split(), *FLAGS, f"-I{headers}", "-o", made, SOURCE]
-                subprocess.run(
-                    command, check=True, capture_output=True, timeout=LONGEST_COMPILATION
-                )
-                os.replace(made, library)
-            if not _registers(library):
-                return "its library cannot be loaded."
+        for _ in range(2):
+            library = derived.derive(folder, "row_matmul", origin, compile_to, ".so").path
+            if _registers(library):
+                return ""
+            derived.remove(library)  # It may be of a machine with another system.
+        return "its library cannot be loaded."
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
         return f"{compiler} failed{': ' + lines[0][:200] if lines else ''}."
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"it was not compiled ({error})."
-    return ""
 
 
 def _registers(library):
-    """Returns whether a library could be loaded; a damaged one is compiled again."""
+    """Returns whether a library could be loaded.  The system's loader does not refuse a damaged
+    one: a short one ends the process (SIGBUS)."""
     try:
         handler = getattr(ctypes.CDLL(str(library)), SYMBOL)
     except (OSError, AttributeError):
@@ -78,14 +84,16 @@ def _registers(library):
     return True
 
 
-def refusal(x, values, inputs, kernel) -> str:
+def row_matmul_refusal(x, values, inputs, kernel) -> str:
     """Return why the product cannot run; empty if it can."""
     if x.dtype.name not in ("float32", "bfloat16") or values.dtype != x.dtype:
         return f"it multiplies float32 or bfloat16, not {x.dtype.name} with {values.dtype.name}."
     return _state["refusal"]
 
 
-def run(x: jax.Array, values: jax.Array, inputs: jax.Array, kernel: jax.Array | None) -> jax.Array:
+def run_row_matmul(
+    x: jax.Array, values: jax.Array, inputs: jax.Array, kernel: jax.Array | None
+) -> jax.Array:
     """Compute `row_matmul`; no number of tokens needs the kernel."""
     groups, _, width = values.shape
     result = jax.ShapeDtypeStruct((len(x), groups * width), x.dtype)

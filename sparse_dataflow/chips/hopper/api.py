@@ -25,14 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_dataflow.chips.hopper import tuning as sizes
 from sparse_dataflow.chips.hopper.gradient import line_gradient
 from sparse_dataflow.chips.hopper.products import line_product
-from sparse_dataflow.chips.hopper.shapes import build_line_tables, spaces
+from sparse_dataflow.chips.hopper.shapes import build_line_tables, default_tuning
 from sparse_dataflow.chips.hopper.tables import TERMS, expand_terms, split_float32
 from sparse_dataflow.chips.hopper.tuning import TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.activation import times_derivative, value_and_derivative
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
 from sparse_dataflow.core.ops.dispatch import Shaped
@@ -67,7 +65,8 @@ def block_sparse_matmul(
     derivative of the activation *before* this product.
 
     Args:
-      x: as in `api.block_sparse_matmul`, also the next two; `refusal` has nothing against them.
+      x: as in `api.block_sparse_matmul`, also the next two.  `block_sparse_matmul_refusal` of
+        the three is empty.
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
@@ -154,7 +153,7 @@ def weight_gradient(
     return _weight_gradient(tuning, x, dy, values, lines)
 
 
-def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
+def block_sparse_matmul_refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     """Return why the target GPU cannot run these operands; empty if it can."""
     del tables  # Every layout is supported.
     if jax.__version_info__ < NEEDED_JAX:
@@ -167,17 +166,6 @@ def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     if x.dtype != values.dtype or x.dtype not in DTYPES:
         return f"x is {x.dtype} and values are {values.dtype}; legal: {', '.join(DTYPES)}."
     return ""
-
-
-def default_tuning(
-    x: Shaped, values: Shaped, tables: LayoutTables, *, derivative: bool = False
-) -> TuningConfig:
-    """Return the tile sizes for these shapes on the target GPU.
-
-    `derivative` says whether dx is multiplied by an activation's derivative.
-    """
-    tiles = tuned.choose_tiles(spaces(x, values, tables, derivative=derivative))
-    return TuningConfig(**tiles, multiprocessors=sizes.multiprocessors())
 
 
 def _not_hopper():

@@ -16,17 +16,17 @@ from sparse_dataflow.core.ops.activation import value_and_derivative
 from sparse_dataflow.core.ops.sparse_mlp.mlp_op import Operands
 
 
-def run(mlp: Operands) -> jax.Array:
+def run_sparse_mlp(mlp: Operands) -> jax.Array:
     """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
     return _mlp(mlp.activation, *mlp[:6])
 
 
-def refusal(mlp: Operands) -> str:
+def sparse_mlp_refusal(mlp: Operands) -> str:
     """Return why the target GPU cannot run these operands; empty if it can."""
     return (
         mlp.plain_refusal()
-        or products.refusal(mlp.x, mlp.values_in, mlp.tables_in)
-        or products.refusal(mlp.x, mlp.values_out, mlp.tables_out)
+        or products.block_sparse_matmul_refusal(mlp.x, mlp.values_in, mlp.tables_in)
+        or products.block_sparse_matmul_refusal(mlp.x, mlp.values_out, mlp.tables_out)
     )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from sparse_dataflow.chips.hopper.tuning import CONSUMERS, SLICE_ROWS, ProductTiles
+from sparse_dataflow.chips.hopper.tuning import SLICE_ROWS, ProductTiles
 
 
 class ProductPlan(NamedTuple):
@@ -53,7 +53,7 @@ class ProductPlan(NamedTuple):
     @property
     def num_sums(self):
         """Sums of a consumer: one per line, or one if a single wgmma takes its blocks."""
-        return 1 if self.transposed or self.tiles.feature_rows else self.tiles.lines
+        return 1 if self.transposed else self.tiles.lines
 
     @property
     def sum_columns(self):
@@ -62,23 +62,12 @@ class ProductPlan(NamedTuple):
 
     @property
     def sum_shape(self):
-        """Shape of a sum: [tokens, features], or [features, tokens] with feature rows."""
-        if self.tiles.feature_rows:
-            return SLICE_ROWS, CONSUMERS * self.tiles.rows
+        """Shape of a sum: [tokens, features]."""
         return self.tiles.rows, self.sum_columns
 
     def first_result(self, consumer):
         """Return the first (row, column) of a consumer's results inside the tile."""
-        if self.tiles.feature_rows:
-            return 0, consumer * SLICE_ROWS
         return consumer * self.tiles.rows, 0
-
-    def feature_block(self, block, consumer):
-        """Return a consumer's [features, depth] of a stage's blocks, for feature rows."""
-        if self.transposed:
-            return block.at[pl.ds(consumer * SLICE_ROWS, SLICE_ROWS)]
-        line, first = (consumer, 0) if self.tiles.lines > 1 else (0, consumer * SLICE_ROWS)
-        return block.at[line, :, pl.ds(first, SLICE_ROWS)].transpose((1, 0))
 
     def line_block(self, block, line):
         """Return a line's ref inside a stage's blocks."""
@@ -100,8 +89,6 @@ class ProductPlan(NamedTuple):
     def slices(self):
         """First (row, column) of each slice of a consumer's results."""
         rows, columns = self.tiles.rows, self.tiles.columns
-        if self.tiles.feature_rows:
-            columns, rows = self.sum_shape
         return [
             (row, column)
             for row in range(0, rows, SLICE_ROWS)
@@ -138,6 +125,7 @@ def count_stored(slot: Any, fan: int, width: int, line: jax.Array, last: jax.Arr
         return lax.select(stored, middle, low), lax.select(stored, high, middle)
 
     def search():
+        # Bisection: the stored positions of a line come first, and their number is data.
         bounds = jnp.int32(-1), jnp.int32(fan - 1)
         return lax.fori_loop(0, fan.bit_length(), halve, bounds)[1]
 

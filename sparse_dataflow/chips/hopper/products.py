@@ -20,9 +20,8 @@ Shared memory bounds the rate too, at 128 bytes per cycle.  A wgmma m64nNk16 tak
 reads 64 x 16 numbers of its left operand and 16 x N of its right: 2048 + 32 N bytes.  TMA writes
 each stage once: 48 bytes per cycle for 256 tokens and 128 columns.  With tokens as rows, m64n128k16
 adds 96 bytes (at most 89% of the full rate).  The forward product of two merged lines of block 64
-has m64n64k16, which adds 128 bytes (73%).  With `ProductTiles.feature_rows` each consumer sums 64
-features of all 256 tokens: m64n256k16 adds 80 bytes (100%).  stmatrix transposes its results.
-On an H100 both are within 4% (13B, block 128), so tokens are rows by default.
+has m64n64k16, which adds 128 bytes (73%).  With features as rows, m64n256k16 would add 80 bytes
+(100%); on an H100 both were within 4% (13B, block 128), so tokens are rows.
 
 Two merged lines cannot share one m64n128k16.  Mosaic GPU (jax 0.12) does not take two blocks as one
 operand [depth, 128]: a reshape of a transposed ref raises NotImplementedError.  It does not copy a
@@ -44,7 +43,6 @@ from sparse_dataflow.chips.hopper.plan import ProductPlan, count_stored
 from sparse_dataflow.chips.hopper.tables import LineTables
 from sparse_dataflow.chips.hopper.tuning import CONSUMERS, SLICE_ROWS, ProductTiles
 from sparse_dataflow.core.ops.activation import value_and_derivative
-from sparse_dataflow.files.errors import UserError
 
 
 def line_product(
@@ -81,15 +79,7 @@ def line_product(
 
     Returns:
       (y,) or (y, pre-activation), [tokens, columns].
-
-    Raises:
-      UserError: if the tiles have feature rows that do not fit them.
     """
-    if tiles.feature_rows and not tiles.allows_feature_rows(jnp.dtype(dtype).itemsize):
-        raise UserError(
-            f"feature_rows is not legal for {jnp.dtype(dtype)} and {tiles}; legal: bfloat16, 128 "
-            "columns, and lines of at least 64 columns."
-        )
     tokens, block = len(x), values.shape[1]
     lines, fan = tables.index.shape
     tiles_per_block = max(1, block // tiles.columns)
@@ -242,12 +232,14 @@ def _produce(plan, arrays, scratch, row_tile, column, count, first):
 
     def copy_position(position, at):
         index, slots = at
+        # The next entry is loaded now: its latency hides behind the copies of this one.
         at = load_entry(line + lax.min(position + 1, plan.fan - 1))
         for k in range(plan.steps):
             step = first + position * plan.steps + k
             stage = lax.rem(step, tiles.stages)
             depth = pl.ds(k * tiles.depth, tiles.depth)
 
+            # The first round fills the ring; later a stage must have been read before.
             @pl.when(step >= tiles.stages)
             def _():
                 plgpu.barrier_wait(scratch.empty.at[stage])  # noqa: B023
@@ -306,14 +298,10 @@ def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):
             stage = stage_of(step)
             plgpu.barrier_wait(scratch.full.at[stage])
             block = scratch.block.at[stage]
-            if tiles.feature_rows:
-                x = scratch.x.at[stage].transpose((1, 0))
-                plgpu.wgmma(sum_refs[0], plan.feature_block(block, consumer), x)
-            else:
-                x = scratch.x.at[stage, pl.ds(consumer * tiles.rows, tiles.rows)]
-                for number, sum_ref in enumerate(sum_refs):
-                    right = block.transpose((1, 0)) if plan.transposed else block.at[number]
-                    plgpu.wgmma(sum_ref, x, right)
+            x = scratch.x.at[stage, pl.ds(consumer * tiles.rows, tiles.rows)]
+            for number, sum_ref in enumerate(sum_refs):
+                right = block.transpose((1, 0)) if plan.transposed else block.at[number]
+                plgpu.wgmma(sum_ref, x, right)
             plgpu.wgmma_wait(plan.num_sums)
 
             # The previous step's wgmma has read its stage.
@@ -337,10 +325,6 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
     width = plan.slice_columns
     slots = results.shape[0]
     written = 0
-    features = 0 if plan.tiles.feature_rows else 1  # Axis of the sums.
-
-    def slot_of(number):
-        return results.at[number] if features == 1 else results.at[number].transpose((1, 0))
 
     def write(array, place, value):
         nonlocal written
@@ -348,27 +332,24 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
         written += 1
         if not plan.derivative:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        slot_of(slot)[...] = value.astype(results.dtype)
+        results.at[slot][...] = value.astype(results.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(results.at[slot], slice_of(array, place))
 
     for number, (row, column) in enumerate(plan.slices):
-        if plan.tiles.feature_rows:
-            value = totals[0][:, row : row + SLICE_ROWS]
-        else:
-            sum_index, inside = divmod(column, plan.sum_columns)
-            value = totals[sum_index][row : row + SLICE_ROWS, inside : inside + width]
+        sum_index, inside = divmod(column, plan.sum_columns)
+        value = totals[sum_index][row : row + SLICE_ROWS, inside : inside + width]
         if arrays.bias is not None:
             bias = plgpu.load(
                 arrays.bias.at[pl.ds(first_column + column, width)],
-                layout=plgpu.Layout.WGMMA.reduce(1 - features),
+                layout=plgpu.Layout.WGMMA.reduce(0),
                 optimized=False,
             )
-            value = value + lax.broadcast_in_dim(bias, value.shape, (features,))
+            value = value + lax.broadcast_in_dim(bias, value.shape, (1,))
         if arrays.preactivation_out is not None:
             write(arrays.preactivation_out, (row, column), value)
         if plan.derivative:
-            before = slot_of(number)[...].astype(jnp.float32)
+            before = results.at[number][...].astype(jnp.float32)
             value = value * value_and_derivative(plan.activation, before)[1]
         elif plan.activation is not None:
             value = value_and_derivative(plan.activation, value)[0]

@@ -9,9 +9,7 @@ from sparse_dataflow.chips.hopper import tuning as sizes
 from sparse_dataflow.chips.hopper.tables import COMPONENTS, TERMS, LineTables, merge_lines
 from sparse_dataflow.chips.hopper.tuning import TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.dispatch import Shaped
-from sparse_dataflow.core.ops.tuned import Case, SearchSpace
 
 
 class WeightTables(NamedTuple):
@@ -49,14 +47,13 @@ def _mergers(tables, stored):
     return {"forward": columns, "input_gradient": rows, "weight_gradient": columns}
 
 
-def spaces(
-    x: Shaped,
-    values: Shaped,
-    tables: LayoutTables,
-    *,
-    derivative: bool = False,
-) -> dict[Case, SearchSpace]:
-    """Return the search space of each product; arguments as in `hopper.api.default_tuning`."""
+def default_tuning(
+    x: Shaped, values: Shaped, tables: LayoutTables, *, derivative: bool = False
+) -> TuningConfig:
+    """Return the tile sizes for these shapes on the target GPU.
+
+    `derivative` says whether dx is multiplied by an activation's derivative.
+    """
     stored, block = values.shape[:2]
     blocks = len(tables.out_index), len(tables.in_index)
     widths = blocks[0] * block, blocks[1] * block
@@ -68,28 +65,25 @@ def spaces(
         for product, merger in _mergers(tables, stored).items()
     }
 
-    def product_space(product, features, columns, elementwise):
+    def product_tiles(product, features, columns, elementwise):
         bytes_of = functools.partial(
             # XLA computes the epilogue of float32 products.
             sizes.product_bytes,
             elementwise=elementwise and not wide,
             itemsize=x.dtype.itemsize,
         )
-        start = sizes.product_tiles(
+        return sizes.product_tiles(
             len(x), components * features, columns, block, merged_lines[product], programs, bytes_of
         )
-        return sizes.product_space(start, bytes_of, x.dtype.itemsize)
 
-    tokens = terms * len(x)
-    gradient = sizes.gradient_tiles(
-        tokens, stored, block, merged_lines["weight_gradient"], programs
+    return TuningConfig(
+        product_tiles("forward", widths[0], blocks[1], False),
+        product_tiles("input_gradient", widths[1], blocks[0], derivative),
+        sizes.gradient_tiles(
+            terms * len(x), stored, block, merged_lines["weight_gradient"], programs
+        ),
+        multiprocessors=programs,
     )
-    by_product = {
-        "forward": product_space("forward", widths[0], blocks[1], False),
-        "input_gradient": product_space("input_gradient", widths[1], blocks[0], derivative),
-        "weight_gradient": sizes.gradient_space(gradient, tokens, block),
-    }
-    return tuned.keyed_by_case("pallas_hopper", x, values, widths, by_product)
 
 
 def _fans(merger: Any, block: int) -> dict[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from sparse_dataflow.core.ops.tuned import ProductTuning, SearchSpace
+from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import ProductTuning
 
 CONSUMERS = 2
 """Consumer warp groups of each program, which multiply."""
@@ -56,8 +56,6 @@ class ProductTiles:
       group: token tiles (of a cluster) computed before the next column.
       slices: slices of a consumer in flight, [64, slice_columns] each.
       lines: adjacent lines merged in one tile.
-      feature_rows: whether the rows of a sum (wgmma's M) are features and its columns tokens; see
-        `allows_feature_rows`.
     """
 
     rows: int
@@ -68,16 +66,6 @@ class ProductTiles:
     group: int
     slices: int = 2
     lines: int = 1
-    feature_rows: bool = False
-
-    def allows_feature_rows(self, itemsize: int = 2) -> bool:
-        """Return whether each consumer can sum 64 features of one line for all tokens of a tile.
-
-        Results of 4 bytes cannot be transposed: Mosaic GPU (jax 0.12) finds "no optimized SMEM <->
-        registers transfer plan" for swizzled shared memory.
-        """
-        halves = self.columns == CONSUMERS * SLICE_ROWS
-        return halves and self.slice_columns(itemsize) == SLICE_ROWS
 
     def slice_columns(self, itemsize: int = 2) -> int:
         """Return the width of a slice of results: at most one swizzled row of 128 bytes."""
@@ -257,65 +245,6 @@ def gradient_tiles(
 def max_splits(tokens: int, lines: int) -> int:
     """Return the most splits, each of at least 256 tokens; 1 for merged columns."""
     return max(1, min(16, tokens // 256)) if lines == 1 else 1
-
-
-def product_space(
-    start: ProductTiles, bytes_of: Callable[[ProductTiles], int], itemsize: int
-) -> SearchSpace:
-    """Return the search space of a product.
-
-    Args:
-      start: tiles of the heuristic.
-      bytes_of: maps tiles to their shared memory in bytes.
-      itemsize: bytes of a result element.
-    """
-
-    def legal(tiles):
-        fixed = ("columns", "depth", "lines")
-        return (
-            all(getattr(tiles, name) == getattr(start, name) for name in fixed)
-            and tiles.rows in (64, 128)
-            and tiles.cluster in (1, start.cluster)
-            and min(tiles.group, tiles.slices) > 0
-            and (not tiles.feature_rows or tiles.allows_feature_rows(itemsize))
-            and 2 <= tiles.stages <= _MAX_STAGES
-            and bytes_of(tiles) <= SHARED_BYTES
-        )
-
-    choices = {
-        "rows": (64, 128),
-        "stages": tuple(range(2, 1 + _MAX_STAGES)),
-        "cluster": (1, 2),
-        "group": (1, 2, 4, 8, 16, 32, 64),
-        "slices": (1, 2, 4),
-        "feature_rows": (False, True),
-    }
-    return SearchSpace(start, choices, legal)
-
-
-def gradient_space(start: GradientTiles, tokens: int, block: int) -> SearchSpace:
-    """Return the search space of dW, which starts at the heuristic's tiles."""
-
-    def legal(tiles):
-        fixed = ("side", "width", "lines")
-        return (
-            all(getattr(tiles, name) == getattr(start, name) for name in fixed)
-            and tiles.depth in (64, 128)
-            and 2 <= tiles.stages <= _MAX_STAGES
-            and 1 <= tiles.splits <= max_splits(tokens, tiles.lines)
-            and tiles.slices >= 2
-            and tiles.slice_bytes in (64, 128)
-            and gradient_bytes(tiles, block) <= SHARED_BYTES
-        )
-
-    choices = {
-        "depth": (64, 128),
-        "stages": tuple(range(2, 1 + _MAX_STAGES)),
-        "splits": tuple(range(1, 17)),
-        "slices": (2, 4, 8),
-        "slice_bytes": (64, 128),
-    }
-    return SearchSpace(start, choices, legal)
 
 
 def multiprocessors() -> int:

@@ -33,7 +33,7 @@ class _Options:
     activation: str
 
 
-def run(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> jax.Array:
+def run_sparse_mlp(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> jax.Array:
     """Compute the MLP of `grouped_mlp` from stored blocks."""
     x, values_in, bias_in, values_out, tables_in, tables_out, values_gate, activation = mlp
     groups_in, groups_out = tables_in.groups, tables_out.groups
@@ -58,7 +58,7 @@ def run(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> jax.Array:
     return grouped.among_outputs(y, tables_out, groups_out, block)
 
 
-def refusal(mlp: Operands) -> str:
+def sparse_mlp_refusal(mlp: Operands) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
     groups_in, groups_out = mlp.tables_in.groups, mlp.tables_out.groups
     if not groups_in or not groups_out:

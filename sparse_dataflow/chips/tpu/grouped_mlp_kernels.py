@@ -62,6 +62,8 @@ def forward(
     """
     left, right = sides
     hidden = _hidden_columns(weights_in)
+    # A unit is a whole group, as the hidden layer of a group needs all of its weights.  Tokens are
+    # the innermost axis, so these weights stay in VMEM while the tokens pass.
     grid = Grid(len(x), tiles.tokens, left.groups, 1, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     results = [jax.ShapeDtypeStruct((len(x), right.features), x.dtype)]
@@ -175,6 +177,8 @@ def backward(
     width = weight_out.shape[1]
     grid = Grid(len(x), tiles.tokens, left.groups, 1, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    # Gradients of weights are sums over tokens.  Their float32 sums stay in scratch of a group and
+    # are rounded once, after its last token tile.
     results = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         *(jax.ShapeDtypeStruct(weight.shape, x.dtype) for weight in (*weights_in, weight_out)),

@@ -36,7 +36,7 @@ class _Options:
     activation: str
 
 
-def run(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
+def run_sparse_mlp(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
     """Compute the MLP of bfloat16 or float32; sums, bias and activation in float32."""
     tuning = tuning or default_tuning(mlp)
     out_features = len(mlp.tables_out.in_index) * mlp.values_out.shape[1]
@@ -46,12 +46,12 @@ def run(mlp: Operands, *, tuning: MlpTuning | None = None) -> jax.Array:
     return run(options, *mlp[:4], *_lines(mlp))
 
 
-def refusal(mlp: Operands) -> str:
+def sparse_mlp_refusal(mlp: Operands) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
     return (
         mlp.plain_refusal()
-        or products.refusal(mlp.x, mlp.values_in, mlp.tables_in, activated=True)
-        or products.refusal(mlp.x, mlp.values_out, mlp.tables_out)
+        or products.block_sparse_matmul_refusal(mlp.x, mlp.values_in, mlp.tables_in, activated=True)
+        or products.block_sparse_matmul_refusal(mlp.x, mlp.values_out, mlp.tables_out)
     )
 
 

@@ -57,6 +57,8 @@ def forward(
     tile = first.tile
     cores, tiles_per_core = _split(len(x), tiles.tokens, cores)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    # The first step of a token tile computes its whole hidden layer in VMEM.  All steps read it,
+    # one set of output lines each, so it is never written to HBM.
     return pl.pallas_call(
         functools.partial(
             _forward_kernel, tiles=tiles, first=first, second=second, activation=activation

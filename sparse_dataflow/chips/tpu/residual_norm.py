@@ -26,10 +26,10 @@ CORES = 2
 """Parts of the backward pass: a chip with two cores runs both at once. Each has its own sums."""
 
 
-def refusal(norm: Norm, operands: Operands) -> str:
+def residual_norm_refusal(norm: Norm, operands: Operands) -> str:
     """Return why the kernels cannot run these operands; empty if they can."""
     x = operands.x
-    if reason := kernels.refusal(x):
+    if reason := kernels.stream_refusal(x):
         return reason
     features = x.shape[-1]
     if features % LANES:
@@ -43,7 +43,7 @@ def refusal(norm: Norm, operands: Operands) -> str:
     return ""
 
 
-def run(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def run_residual_norm(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Compute the op; see `residual_norm_op`."""
     x, y, *parameters = operands
     features = x.shape[-1]
@@ -142,6 +142,8 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
         for name, total in zip(sums, totals):
             total[0] += terms[name].sum(0, keepdims=True)
 
+    # Each core has a run of tiles, and sums of its own that stay in VMEM over them: their index map
+    # ignores `i`.  The caller adds the sums of the cores.
     by_tile = pl.BlockSpec((tile, features), lambda core, i: (core * steps + i, 0))
     line = pl.BlockSpec((1, features), lambda core, i: (0, 0))
     total = pl.BlockSpec((1, 1, features), lambda core, i: (core, 0, 0))

@@ -33,7 +33,7 @@ def causal_attention(
     """Compute `attention_op.causal_attention` without scores; skips tiles without a visible key.
 
     Args:
-      query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `refusal`.
+      query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `splash_refusal`.
       key: [batch, tokens, kv heads, head_dim].
       value: like key.
       window: see `attention_op.causal_attention`.
@@ -94,7 +94,7 @@ def shard_attention(
     return _run(kernel, query, key, value, *(documents or (None, None)))
 
 
-def refusal(query: jax.Array) -> str:
+def splash_refusal(query: jax.Array) -> str:
     """Return why the kernels cannot run operands like `query`; empty if they can."""
     _, tokens, _, width = query.shape
     if query.dtype not in DTYPES:

@@ -23,7 +23,7 @@ NARROWEST, PROGRAMS = 64, 32
 WARPS = 8
 
 
-def refusal(x: jax.Array, bias: jax.Array, activation: str) -> str:
+def bias_activation_refusal(x: jax.Array, bias: jax.Array, activation: str) -> str:
     """Return why the kernels cannot run these operands; empty if they can."""
     if not ACTIVATIONS[activation].fused:
         return f"kernels do not compute the activation {activation}."
@@ -34,10 +34,10 @@ def refusal(x: jax.Array, bias: jax.Array, activation: str) -> str:
     rows, features = x.size // x.shape[-1], x.shape[-1]
     if rows % ROWS or features % NARROWEST:
         return f"x has {rows} x {features} elements; legal: multiples of {ROWS} x {NARROWEST}."
-    return target.refusal()
+    return target.gpu_refusal()
 
 
-def run(x: jax.Array, bias: jax.Array, activation: str) -> jax.Array:
+def run_bias_activation(x: jax.Array, bias: jax.Array, activation: str) -> jax.Array:
     """Compute the op; see `bias_activation_op`."""
     x, bias = dispatch.equally_varying(x, bias)
     flat = x.reshape(-1, x.shape[-1])
@@ -66,6 +66,7 @@ def _value(activation, x, bias):
         wide = x[...].astype(jnp.float32) + bias[...].astype(jnp.float32)[None]
         y[...] = value_and_derivative(activation, wide)[0].astype(y.dtype)
 
+    # One pass over tiles that do not depend on each other; a bias serves a column of tiles.
     tile = pl.BlockSpec((ROWS, columns), lambda row, column: (row, column))
     return pl.pallas_call(
         bias_activation,

@@ -10,7 +10,7 @@ input block once for each output block that reads it, and moves several times th
 product needs.  This kernel has no temporaries, and the tensor cores' mma behind asynchronous
 copies.  `jax-triton` would need the `triton` package (several hundred MB), and has no interpreter
 on a CPU, so no test without a GPU.  jax has deprecated its own lowering and names no date: where it
-is gone, `refusal` says so and `xla` runs.
+is gone, `block_sparse_matmul_refusal` says so and `xla` runs.
 
 float32 stays with `xla`, whose products run on the tensor cores in tf32.
 """
@@ -42,10 +42,10 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, tables: LayoutTables) -
     return _matmul(None, x, values, arrays)
 
 
-def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
+def block_sparse_matmul_refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     """Return why the target GPU cannot run these operands; empty if it can."""
     del tables  # Every layout is supported.
-    if reason := target.refusal():
+    if reason := target.gpu_refusal():
         return reason
     if values.shape[-1] not in BLOCKS:
         legal = ", ".join(map(str, BLOCKS))
@@ -90,6 +90,8 @@ def _line_product(x, values, index, slot, transposed):
         length = fan if full else lengths[0][line]
 
         def add(number, total):
+            # The parts of a block are steps of the same loop: a whole block may be more than
+            # registers hold.
             position, start = _split(number, steps)
             start *= step
             left = x[:, pl.ds(index[line, position] * block + start, step)]
@@ -134,6 +136,8 @@ def _line_gradient(x, dy, values, tables):
         # writes nothing.
         @pl.when(stored >= 0)
         def _():
+            # All tokens in one program: a sum over programs would need atomic additions, whose
+            # order is not fixed.
             first = index[line, position] * block + row
 
             def add(number, total):

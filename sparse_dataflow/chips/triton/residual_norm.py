@@ -25,10 +25,10 @@ its rows, which are read once more."""
 WARPS = 8
 
 
-def refusal(norm: Norm, operands: Operands) -> str:
+def residual_norm_refusal(norm: Norm, operands: Operands) -> str:
     """Return why the kernels cannot run these operands; empty if they can."""
     x = operands.x
-    if reason := kernels.refusal(x):
+    if reason := kernels.stream_refusal(x):
         return reason
     features, chunk = x.shape[-1], _chunk(x.shape[-1])
     if chunk < NARROWEST or features > MOST_CHUNKS * chunk:
@@ -36,10 +36,10 @@ def refusal(norm: Norm, operands: Operands) -> str:
             f"x has {features} features; legal: at most {MOST_CHUNKS} times the largest power of "
             f"two up to {CHUNK} that divides them, which is at least {NARROWEST}."
         )
-    return target.refusal()
+    return target.gpu_refusal()
 
 
-def run(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def run_residual_norm(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Compute the op; see `residual_norm_op`."""
     x, y, *parameters = operands
     tiles = _tiles(norm, x.shape[-1])
@@ -132,6 +132,8 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
     `sums`."""
     rows, *tiles = residual.shape
     chunks, features = tiles[0], residual[0].size
+    # Each program adds up the rows of its own part, in registers.  The caller adds the few sums of
+    # the programs; one sum for all would need atomic additions, whose order is not fixed.
     programs = next(n for n in range(min(PROGRAMS, rows), 0, -1) if rows % n == 0)
     each = rows // programs
 
@@ -148,6 +150,8 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
             mean = sum(_sum(a) for a in inner) / features if norm.centred else 0.0
             result = []
             for c in range(chunks):
+                # The derivative of (x - mean) / deviation: what changes only the mean or the scale
+                # of a row does not change its norm, and is taken out.
                 gradient = factor * (inner[c] - mean - values[c] * along)
                 gradient += _wide(dresidual, row, c)
                 dx[row, c] = gradient.astype(dx.dtype)

@@ -12,7 +12,7 @@ OLDEST = 8
 """Major compute capability of Ampere, the first with mma of bfloat16."""
 
 
-def refusal() -> str:
+def gpu_refusal() -> str:
     """Return why Triton kernels cannot run here; empty if they can."""
     if triton is None:
         return f"jax {jax.__version__} has no Triton lowering of Pallas."
@@ -28,5 +28,6 @@ def refusal() -> str:
 
 def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
     """Returns the spec of an array that a kernel reads or writes in place."""
+    # One block of the whole array for all programs: the kernel itself picks what it reads.
     origin = (0,) * len(array.shape)
     return pl.BlockSpec(array.shape, lambda *_: origin)

@@ -9,7 +9,8 @@ from sparse_dataflow.commands.program_cache import keep_programs
 from sparse_dataflow.commands.training_data import corpus_of
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.data import cache
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.examples import as_text
 from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.router import Router

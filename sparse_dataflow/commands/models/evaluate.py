@@ -4,6 +4,7 @@ Needs the extra `eval`.
 """
 
 import dataclasses
+import importlib.metadata
 import os
 import re
 from collections.abc import Sequence
@@ -35,10 +36,17 @@ from sparse_dataflow.evaluation.activation_sparsity import share_words, with_thr
 from sparse_dataflow.evaluation.harness import HarnessLM
 from sparse_dataflow.evaluation.ngrams import Ngrams
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
-from sparse_dataflow.evaluation.run_files import RunRecord, read_config, read_record
+from sparse_dataflow.evaluation.run_files import (
+    CONFIG,
+    RECORD,
+    TOKENIZER,
+    RunRecord,
+    read_config,
+    read_record,
+)
 from sparse_dataflow.evaluation.significance import clustered_mean, is_share, paired_difference
 from sparse_dataflow.evaluation.trained import NEWEST, Model
-from sparse_dataflow.files import output
+from sparse_dataflow.files import derived, manifest, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.detect import keep_freed_memory
@@ -49,6 +57,9 @@ from sparse_dataflow.reporting.report_data import VARIANTS
 from sparse_dataflow.runs.run_config import DataConfig
 
 BASELINES = ("unigram", "bigram")
+
+VERSION = 1
+"""Raise it when the same models get other scores."""
 
 
 def evaluate(options) -> None:
@@ -146,6 +157,37 @@ def evaluated(options) -> dict:
         "notes": notes,
         "rows": [_loss_row(losses, first.tokenizer), *rows],
     }
+
+
+def origin(options) -> dict:
+    """Returns all that decides the scores of `evaluated`, as data for `files.derived`."""
+    others = [*_others(options.against)]
+    folders = [local_folder(place) for place in (options.run, *(place for place, _ in others))]
+    words = (word.strip() for word in f"{options.tasks},{options.include_path}".split(","))
+    corpus = corpus_of(_data_of(folders), _corpus_name(folders, options.corpus))
+    return {
+        "code": VERSION,
+        "flags": options,
+        "corpus": corpus.content_hash,
+        "models": [_model_files(folder, options) for folder in folders],
+        "tasks": [_digests(Path(word)) for word in words if word and Path(word).exists()],
+        "library": importlib.metadata.version("lm_eval"),
+    }
+
+
+def _model_files(folder: Path, options) -> dict[str, str]:
+    """Returns the digests of the files that a model is read from."""
+    if is_directory(folder):
+        files = _digests(folder)
+        return {name: files[name] for name in files if name != evaluation_report.RESULT}
+    manifests = folder.glob(f"*/checkpoints/*/{manifest.NAME}")
+    names = (folder / name for name in (CONFIG, RECORD, TOKENIZER))
+    return {str(path.relative_to(folder)): derived.digest(path) for path in (*names, *manifests)}
+
+
+def _digests(path: Path) -> dict[str, str]:
+    files = manifest.files(path) if path.is_dir() else {"": path}
+    return {name: derived.digest(file) for name, file in files.items()}
 
 
 def _folder_of_results(place) -> Path | None:
@@ -264,7 +306,7 @@ def _losses(trained, held_out, answers, forward, limits):
     places = limits.all_positions(sequence)
     losses, examples = [], []
     for batch in batches:
-        counted = batch["weights"].reshape(-1) > 0
+        counted = batch["token_weights"].reshape(-1) > 0
         batch_losses = np.asarray(forward(batch["tokens"], places)[0], np.float64)
         losses.append(batch_losses.reshape(-1)[counted])
         if answers:
@@ -384,6 +426,7 @@ def _truncation(name, words, before, after, context) -> list[str]:
 def _described(trained) -> dict:
     return {
         "run": str(trained.folder),
+        "id": trained.record.identity if trained.record else "",
         "variant": trained.variant,
         "step": trained.step,
         "tokens": trained.step * trained.training.batch * trained.training.sequence,

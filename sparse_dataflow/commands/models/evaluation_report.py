@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.significance import METHOD
 from sparse_dataflow.files import json_files, output, storage
 from sparse_dataflow.files.errors import UserError
@@ -67,10 +68,15 @@ def text(result: Mapping[str, object]) -> str:
     return "\n".join([output.aligned(lines, left=3), footer, *shown.notes])
 
 
-def read(folder: Path) -> EvaluationData | None:
-    """Reads the evaluation of a run folder; None if it is missing or damaged."""
+def read(folder: Path, record: RunRecord) -> EvaluationData | None:
+    """Reads the evaluation of a run after its last step; None if it is missing or damaged, or of
+    another run or step."""
     try:
-        evaluation = data(json_files.load(folder / RESULT))
+        result = json_files.load(folder / RESULT)
+        first, *_ = result["models"].values()
+        if (first["id"], first["step"]) != (record.identity, record.steps[first["variant"]]):
+            return None
+        evaluation = data(result)
         evaluation_table(evaluation)  # Raises for values that the report cannot show.
     except json_files.MALFORMED:
         return None

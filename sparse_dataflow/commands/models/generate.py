@@ -19,7 +19,6 @@ from sparse_dataflow.core.messages import say
 from sparse_dataflow.data.chat import USER
 from sparse_dataflow.evaluation import activation_sparsity, generate
 from sparse_dataflow.evaluation.composition import Experts, Prompt
-from sparse_dataflow.evaluation.drafts import Draft
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import Model
@@ -64,22 +63,6 @@ def offload_experts(options: load_model.ModelOptions, slots: int) -> tuple[Model
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         model = load_model.load(options)
     return dataclasses.replace(model, params={}), OffloadedExperts(model, slots)
-
-
-def load_draft(run: str, model: Model, tokens: int) -> Draft:
-    """Loads the model of a run that drafts for another model.
-
-    Raises:
-      UserError: see `load_model.load` and `Draft.of`.
-    """
-    load_model.refuse_no_model(run, "--draft")
-    return Draft.of(load_model.load(load_model.ModelOptions(run)), model, tokens)
-
-
-def say_drafts(draft: Draft) -> None:
-    """Says how many drafts were accepted."""
-    share = draft.accepted / draft.drafted
-    say(f"drafts: {draft.accepted:,} of {draft.drafted:,} accepted ({share:.0%})")
 
 
 def say_traffic(offloaded: OffloadedExperts) -> None:
@@ -221,6 +204,7 @@ def write_file(
     for name, numbers in groups.items():
         texts = [prompts[number].text for number in numbers]
         encoded.update(zip(numbers, encoded_prompts(experts.models[name], texts, chat)))
+    # All prompts are checked before the first token, or a long file would fail after an hour.
     for number, name in enumerate(names):
         trained = experts.models[name]
         size, context = trained.model.vocab_size, trained.context
@@ -249,6 +233,9 @@ def write_file(
                 }
                 fields |= {"run": name} if name else {}
                 lines[row] = json.dumps(fields, ensure_ascii=False)
+            # Experts finish their prompts in another order than the file has them.  A line is
+            # printed as soon as all before it are, so that a killed command leaves a prefix of the
+            # file.
             while printed in lines:
                 print(lines.pop(printed), flush=True)
                 printed += 1

@@ -1,6 +1,7 @@
 """Loads the trained model that an experiment's flags name."""
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparse_dataflow.commands import program_cache
@@ -52,7 +53,8 @@ class ModelOptions:
 
     run: str = setting(
         "",
-        "Run folder, Hugging Face directory, or its name on the hub; alone, the newest of runs/.",
+        "Run folder, Hugging Face directory, GGUF file, or name on the hub; alone, the newest of "
+        "runs/.",
         path=True,
     )
     variant: str = setting("", "Model of the run; empty is sparse where it has one.")
@@ -86,5 +88,7 @@ def refuse_no_model(run: str, flag: str = "--run") -> None:
             "No run is named; give a run folder, a Hugging Face directory or its name on the hub "
             f"with {flag}, or {flag} alone for the newest run; {run_list.runs_in_words()}."
         )
-    if not hub_models.hub_name(run) and not huggingface.is_directory(run):
+    if hub_models.hub_name(run) or hub_models.gguf_file(Path(run).expanduser()):
+        return
+    if not huggingface.is_directory(run):
         run_list.refuse_other_folder(flag, run)

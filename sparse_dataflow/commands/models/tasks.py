@@ -14,7 +14,7 @@ import numpy as np
 from lm_eval.api.group import Group
 
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.tasks import builtin, lm_eval_tasks, task_border
 from sparse_dataflow.evaluation.tasks.items import Item, read_items
@@ -41,7 +41,7 @@ class Task:
     own_shots: int | None = None
 
     @classmethod
-    def from_lm_eval(cls, task: Any) -> "Task":
+    def from_lm_eval(cls, task: object) -> "Task":
         """A task or group of lm-eval's own."""
         zero_shot_only = any(
             each.OUTPUT_TYPE == "loglikelihood_rolling" or each.get_config("num_fewshot") == 0
@@ -112,6 +112,7 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
                     f"The task {name} needs Python source, and {corpus} has its own tasks: "
                     f"{', '.join(project_tasks)}."
                 )
+            # `ready` makes it: its items are drawn from the held-out documents of a model.
             by_name[name] = None
         elif _is_project_task(name):
             items = read_items(Path(os.path.expanduser(name)))
@@ -119,6 +120,7 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
             stem = Path(name).stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
+            # The manager reads all YAML files of lm-eval, so it is made only where a task needs it.
             manager = manager or lm_eval_tasks.task_manager(
                 [word for word in words if not _is_project_task(word)],
                 _folders(options.include_path),

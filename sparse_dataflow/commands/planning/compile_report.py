@@ -19,7 +19,7 @@ from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import GIB
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 from sparse_dataflow.pipeline.pipelined import executor_over
 from sparse_dataflow.planner import plan_memory, search, settle_advice
 from sparse_dataflow.planner.memory import USABLE
@@ -67,7 +67,7 @@ class CompilePlan:
         """The flags of `experiments.compile_plan` that describe it."""
         parallel, slices = self.parallel, self.topology.slices
         sparse = next(iter(dict(self.config.linears).values()), None)
-        schedule = schedules.format_schedule(parallel.schedule, int(parallel.chunks))
+        schedule = action_tables.format_rule(parallel.schedule, int(parallel.chunks))
         flags = {
             "scale": self.scale,
             "density": sparse and sparse.density,
@@ -86,7 +86,7 @@ class CompilePlan:
         return " ".join(f"--{name}={text}" for name, text in flags.items() if text is not None)
 
 
-def run(options) -> int:
+def report_compilation(options) -> int:
     """Compiles, prints and writes; returns the exit status, 0 where the plan fits.
 
     Args:
@@ -138,6 +138,8 @@ def account_of(plan: CompilePlan) -> dict:
         )
         for depth in (account.SHALLOW, account.DEEP)
     ]
+    # All layers are alike, so a step's traffic is linear in their number: two shallow steps give
+    # the line.
     shallow, deep = (account.account(step.program.as_text()) for step in steps)
     traffic = account.scaled(shallow, deep, layers)
     forward = cost.flops_per_token(plan.config, plan.sequence, training=False).attention
@@ -145,6 +147,7 @@ def account_of(plan: CompilePlan) -> dict:
     passes = 1 + sum(traced.ATTENTION[name] for name in backward) / traced.ATTENTION["fwd"]
     passes += kinds[0] in ("full", "offload")
     attention = forward * passes * int(plan.parallel.batch) * plan.sequence
+    # The difference of both steps has neither the head nor the embedding.
     layer_flops = layers * (steps[1].flops - steps[0].flops) / (account.DEEP - account.SHALLOW)
     flops = {"products": layer_flops - attention, "attention": attention}
     chip = topology.chip
@@ -259,7 +262,7 @@ def plan_of(options) -> CompilePlan:
             f"--batch={batch} cannot be cut into {options.accumulation} micro-batches over "
             f"data:{sizes['data']} x fsdp:{sizes['fsdp']}; legal: multiples of {rows}."
         )
-    schedule, chunks = schedules.parse(options.schedule)
+    schedule, chunks = action_tables.parse(options.schedule)
     parallel = ParallelPlan(
         **sizes,
         zero=options.zero,
@@ -295,7 +298,7 @@ def _executor(plan: CompilePlan, devices):
     if parallel.chips == 1:
         return SINGLE_DEVICE
     mesh = meshes.make({axis: getattr(parallel, axis) for axis in meshes.AXES}, devices)
-    schedule = schedules.format_schedule(parallel.schedule, int(parallel.chunks))
+    schedule = action_tables.format_rule(parallel.schedule, int(parallel.chunks))
     layers, exchange = plan.config.num_layers, parallel.exchanges
     return executor_over(mesh, parallel.zero, layers, schedule, exchange)
 

@@ -3,12 +3,12 @@
 import math
 from typing import Any
 
-from sparse_dataflow.commands.command_line import command_of
+from sparse_dataflow.commands.experiment_modules import command_of
 from sparse_dataflow.commands.planning.options import ModelOptions
 from sparse_dataflow.commands.request import spelling
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.runs.run_config import GPT2_VOCABULARY
 
@@ -42,7 +42,7 @@ def flags(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
     if options.model.vocab_size == GPT2_VOCABULARY:
         values["data.tokenizer"] = "gpt2"
     if plan.stage > 1:
-        values["parallel.schedule"] = schedules.format_schedule(plan.schedule, int(plan.chunks))
+        values["parallel.schedule"] = action_tables.format_rule(plan.schedule, int(plan.chunks))
     if options.density < 1:
         values |= {"sparsity.density": options.density, "sparsity.block": options.block}
     if plan.exchanges:

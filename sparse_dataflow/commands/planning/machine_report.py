@@ -130,7 +130,7 @@ def _error(settled):
     request = settled.request
     if request is None:
         return bands.OTHER_SOFTWARE
-    return bands.log_error(request.first, request.chip)
+    return bands.log_error(request.first, request.sequence, request.chip)
 
 
 def text(result: MachinePlan) -> str:
@@ -255,6 +255,8 @@ def comparison(config_of: Callable[[Machine], RunConfig], machines: Sequence[Mac
             *(["fastest"] if number == fastest else []),
             *(["cheapest"] if number == cheapest else []),
         ]
+        # Two estimates share the error of the software, so only the error of their ratio decides
+        # about a tie.
         if number != fastest and fastest is not None and _tied(each, plans[fastest]):
             marks.append("tie")
         figures = (each.seconds, each.speed, each.days)

@@ -18,7 +18,7 @@ ROWS = 1000
 """Largest number of plans in trials.csv."""
 
 
-def run(options) -> None:
+def report_search(options) -> None:
     """Prices every plan, prints the fastest, and writes tables and figures to options.out.
 
     Args:
@@ -50,6 +50,7 @@ def _search(options, request, folder):
     if words := plan_rows.slow_products(request.config, request.chip):
         print(words)
     plans = [plan for plan, _ in ranked]
+    # Only the best plans are compiled: that takes seconds each, and pricing all takes microseconds.
     verdicts = verify.verdicts(options.scale, request, plans[: search_table.SHOWN], options.verify)
     print(search_table.text(best, verdicts))
     if best.frontier:

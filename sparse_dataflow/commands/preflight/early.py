@@ -12,7 +12,8 @@ from sparse_dataflow.cluster import cluster
 from sparse_dataflow.commands import new_folder
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core.training.phases import refuse_unfit
-from sparse_dataflow.data import cache, corpora
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.corpus import names
 from sparse_dataflow.data.tokenizer import KINDS
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
@@ -38,6 +39,10 @@ def refuse(request: Request, experiment: str, *, sparse: bool = True) -> None:
     if not request.resume:
         refuse_missing("--init_from", changes.get("run.init_from", ""))
         refuse_missing("training.teacher", changes.get("training.teacher", ""))
+    plan = request.parallel
+    several = cluster.membership(plan.coordinator, plan.processes, plan.process).processes > 1
+    if several and changes.get("run.init_from"):
+        return  # Reading weights starts jax, which may start only after the processes joined.
     config = request.config(sparse=sparse)
     if request.chips or request.describe:
         return
@@ -45,13 +50,13 @@ def refuse(request: Request, experiment: str, *, sparse: bool = True) -> None:
     # The scale that auto chooses depends on the memory of an accelerator.
     if request.scale != "auto" or config.run.init_from or detect.only_cpu():
         refuse_models(config)
-    plan = request.parallel
-    if cluster.membership(plan.coordinator, plan.processes, plan.process).processes > 1:
+    if several:
         return  # After they joined, a process that fails tells the others.
     if not request.resume or request.branches:
         new_folder.refuse_occupied(config.run.out, experiment, "--out")
         new_folder.refuse_occupied(config.run.mirror, experiment, "run.mirror")
     if not request.resume:
+        refuse_weights(config)
         refuse_text(config.data, config.run)
 
 
@@ -66,23 +71,41 @@ def refuse_models(config: RunConfig) -> None:
             refuse_unfit(v.model, v.evolution, v.training.steps)
 
 
-def refuse_text(data: DataConfig, run: RunSettings) -> None:
+def refuse_weights(config: RunConfig) -> None:
+    """Refuses weights of `run.init_from` that the models of a new run cannot begin with.
+
+    Raises:
+      UserError: naming what differs.
+    """
+    if not config.run.init_from or config.training.adapter_rank:
+        return
+    from sparse_dataflow.interchange import starting_point
+
+    start = starting_point.read_for(config)
+    for v in variants(config, start.model.vocab_size):
+        starting_point.refuse_other_model(start.model, v.phase_specs[0].model)
+
+
+def refuse_text(data: DataConfig, run: RunSettings, has_texts: bool = False) -> None:
     """Refuses a corpus or a tokenizer that is not there, as far as the file system says so.
+
+    Args:
+      has_texts: whether texts are given, in place of `data.corpus`.
 
     Raises:
       UserError: naming what is legal.
     """
     examples = data.loss == "answers"
-    for name in filter(None, (data.corpus, data.validation)):
-        corpora.refuse_missing(name, cache.FOLDER, examples, data.column)
+    for name in filter(None, ("" if has_texts else data.corpus, data.validation)):
+        names.refuse_missing(name, cache.FOLDER, examples, data.column)
     if run.init_from:
         return
     if data.tokenizer not in KINDS:
         legal = f"{', '.join(KINDS)}, or a folder that does"
         refuse_missing("data.tokenizer", data.tokenizer, legal)
-    has_ids = None if examples else corpora.has_ids(data.corpus, data.column)
+    has_ids = None if examples or has_texts else names.has_ids(data.corpus, data.column)
     if has_ids is not None:
-        corpora.refuse_other_tokenizer(data.tokenizer, data.corpus, has_ids)
+        names.refuse_other_tokenizer(data.tokenizer, data.corpus, has_ids)
 
 
 def refuse_missing(flag: str, place: str, legal: str = "a folder that does") -> None:

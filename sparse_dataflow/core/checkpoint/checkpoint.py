@@ -37,6 +37,7 @@ from absl import logging
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.checkpoint import named_arrays
 from sparse_dataflow.core.checkpoint.named_arrays import Keeping, SaveBarrier, SaveOutcome
+from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.files import appended, manifest, storage
 from sparse_dataflow.files.errors import UserError, advice
 from sparse_dataflow.files.json_files import refuse_difference
@@ -105,6 +106,7 @@ class Checkpoints:
             raise UserError(f"keep={keep} checkpoints: at least 1 must be kept.")
         self._folder = Path(folder).absolute()
         self._keeping = Keeping(keep, is_regular)
+        # As the file will have it: a tuple would differ from the list that is read back.
         self._config = json.loads(json.dumps(config))
         self._completed = completed
         self._read_only = read_only
@@ -112,6 +114,7 @@ class Checkpoints:
         self._outcome = SaveOutcome()
         self._verified_steps: set[int] = set()
         self._from_mirror: set[int] = set()
+        self._unusable: set[int] = set()
         self._barrier = SaveBarrier()
         self._orbax = named_arrays.make_checkpointer(self._barrier)
         self._mirror: Mirror | None = None
@@ -123,6 +126,8 @@ class Checkpoints:
                 self._mirror = mirror(self._folder, self._keeping)
 
         if not read_only:
+            # Process 0 alone writes the folder.  Its error is raised on all, as the others would
+            # wait for it at the first save.
             collectives.on_first(prepare)
 
     def __enter__(self) -> "Checkpoints":
@@ -154,7 +159,7 @@ class Checkpoints:
         return named_arrays.best_step(named_arrays.read_facts(self._folder))
 
     def save(
-        self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
+        self, step: int, state: object, extra: Mapping[str, object], metric: float | None = None
     ) -> bool:
         """Starts a background save; returns as soon as `state` may be changed or donated.
 
@@ -264,18 +269,17 @@ class Checkpoints:
 
     def restore(
         self,
-        abstract_state: Any,
+        abstract_state: object,
         step: int | None = None,
         *,
         without: tuple[str, ...] = (),
-        unsound: Callable[[Any], str] = lambda state: "",
     ) -> tuple[Any, dict[str, Any]] | None:
         """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
-        A damaged checkpoint, or an unsound one, is logged and renamed to `<step>.damaged`; its copy
-        in the mirror is restored, else without `step` the next older one.  Training on from an
-        older `step` leaves the newer checkpoints in place, and they stay the newest: move them, and
-        their copies in the mirror, away first.
+        A damaged checkpoint, or one with numbers that are not finite, is logged and, unless
+        `read_only`, renamed to `<step>.damaged`; its copy in the mirror is restored, else without
+        `step` the next older one.  Training on from an older `step` leaves the newer checkpoints in
+        place, and they stay the newest: move them, and their copies in the mirror, away first.
 
         Args:
           abstract_state: tree to fill, or a function (step, extra) -> tree; leaves have `shape`
@@ -283,7 +287,6 @@ class Checkpoints:
             stays in numpy, any other leaf becomes an uncommitted array on the default device.
           step: the checkpoint to restore; the newest verified one if None.
           without: first parts of the names of arrays that are not read, and not compared.
-          unsound: state -> why it cannot be used; "" if it can. Equal on all processes.
 
         Returns:
           (state, extra), or None if the folder has no checkpoint.
@@ -298,15 +301,17 @@ class Checkpoints:
             if newest is None:
                 return None
             state = self._read(abstract_state, without, *newest)
-            if not (reason := unsound(state)):
+            # Each process has read its own shards, so all agree: one that passed over a checkpoint
+            # alone would wait for the others.
+            broken = non_finite(state)
+            if not collectives.any_process(bool(broken)):
                 return state, newest[1]
-            refuse = functools.partial(self._refuse_unsound, newest[0], reason)
-            collectives.on_first(refuse)
+            reason = f"it is not finite ({', '.join(broken) or 'on another process'})"
+            collectives.on_first(functools.partial(self._pass_over, newest[0], reason))
 
-    def _refuse_unsound(self, step: int, reason: str) -> None:
+    def _pass_over(self, step: int, reason: str) -> None:
         """Sets a checkpoint aside whose bytes are whole and whose state cannot be used."""
-        if self._read_only:
-            raise UserError(f"Checkpoint {self._folder / str(step)} cannot be used: {reason}.")
+        self._unusable.add(step)
         if step in self._from_mirror and self._mirror is not None:
             self._mirror.set_aside(step, reason)
         self._set_aside(self._folder / str(step), reason)
@@ -370,6 +375,8 @@ class Checkpoints:
     def _verify_or_set_aside(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Verifies a checkpoint; returns (extra, array descriptions), or None if it is damaged."""
         path = self._folder / str(step)
+        if self._read_only and step in self._unusable:
+            return None
         try:
             with named_arrays.user_errors(path):
                 return storage.retry(f"Reading {path}", functools.partial(self._verify, path))

@@ -162,7 +162,7 @@ def make_checkpointer(barrier: SaveBarrier) -> ocp.AsyncCheckpointer:
     return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
 
 
-def flatten(state: Any) -> dict[str, Any]:
+def flatten(state: object) -> dict[str, Any]:
     """Returns {dotted name: leaf}, so that a checkpoint depends on no Python class."""
     named: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -268,7 +268,7 @@ def _raw(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _writable(raw: Any) -> Any:
+def _writable(raw: object) -> Any:
     """Converts a process-local array to numpy if there are several processes.
 
     Each process has an equal copy; orbax refuses such jax arrays, and process 0 writes numpy ones.
@@ -277,7 +277,7 @@ def _writable(raw: Any) -> Any:
     return np.asarray(raw) if local and jax.process_count() > 1 else raw
 
 
-def _has_devices(leaf: Any) -> bool:
+def _has_devices(leaf: object) -> bool:
     """Whether `leaf` names its devices; an uncommitted array does not."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, jax.Array):

@@ -71,7 +71,7 @@ def fused_names() -> list[str]:
     return [name for name, activation in ACTIVATIONS.items() if activation.fused]
 
 
-def _jax_function(name: str, **options: Any) -> Callable[[Any], Any]:
+def _jax_function(name: str, **options: object) -> Callable[[Any], Any]:
     """Returns a function of `jax.nn`."""
     return lambda x: getattr(importlib.import_module("jax.nn"), name)(x, **options)
 

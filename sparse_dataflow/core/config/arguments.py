@@ -71,7 +71,7 @@ def checked(function: Function) -> Function:
     return typing.cast(Function, call)
 
 
-def argument(name: str, kind: Any, value: Any) -> Any:
+def argument(name: str, kind: object, value: object) -> Any:
     """Returns the value of an argument as its type has it.
 
     Raises:
@@ -83,7 +83,7 @@ def argument(name: str, kind: Any, value: Any) -> Any:
         raise UserError(f"{name}={_shown(value)} is not legal: it must be {error}.") from None
 
 
-def text(name: str, value: Any) -> str:
+def text(name: str, value: object) -> str:
     """Returns a text that enters the project.
 
     Raises:
@@ -102,13 +102,13 @@ def surrogate(text: str) -> int | None:
     return None
 
 
-def plain_number(value: Any) -> Any:
+def plain_number(value: object) -> Any:
     """Returns a number of numpy or jax, or an array of one without axes, as Python's; any other
     value as it is."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Returns whether a value is a whole number, and no bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
@@ -119,7 +119,7 @@ def is_finite(value: Any) -> bool:
     return real and math.isfinite(value)
 
 
-def words(kind: Any, several: bool = False) -> str:
+def words(kind: object, several: bool = False) -> str:
     """Returns the words for the values of a type, such as "a whole number" or "whole numbers"."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if _is_union(kind):

@@ -1,6 +1,7 @@
 """Fields of a `ModelConfig` in which architectures differ, and their checks."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -214,15 +215,18 @@ class AttentionSettings(Readable):
             )
 
 
+_kinds = functools.lru_cache(8)(lambda names: names.split("+"))
+
+
 def _repeated(names: str, layer: int) -> str:
-    kinds = names.split("+")
+    kinds = _kinds(names)
     return kinds[layer % len(kinds)]
 
 
 def shortest_layer_types(kinds: Sequence[str]) -> str:
     """Returns the shortest `layer_types` or `rotary_layers` that gives the kinds of all layers."""
     for period in range(1, len(kinds)):
-        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+        if kinds[period:] == kinds[:-period]:
             return "+".join(kinds[:period])
     return "+".join(kinds)
 
@@ -324,6 +328,7 @@ def check_experts(model: Any) -> None:
             f"model.prototypes={model.prototypes} does not divide model.experts={model.experts}; "
             f"legal: {_divisors(model.experts)}."
         )
+    # A token goes to `top_k` experts of each group of prototypes.
     group = model.experts // model.prototypes
     if model.top_k > group:
         raise UserError(
@@ -342,6 +347,7 @@ def check_experts(model: Any) -> None:
             f"model.precision={model.precision} with model.experts={model.experts}; legal with "
             "experts: compute_dtype."
         )
+    # Experts are stacked on one more axis.  A kind of weight says whether its product has one.
     specs = {name: model.linear(name) for name in model.projections if name in MLP}
     for name, spec in specs.items():
         spec.weight.require(
@@ -363,14 +369,15 @@ def check_experts(model: Any) -> None:
 def check_blocks(model: Any) -> None:
     """Checks that weights fit their projections, their Hadamard transform and MOST_BLOCKS."""
     for name, spec in dict(model.linears).items():
-        spec.weight.check(name, spec, model.projection_shape(name))
-    for name in model.sparse_projections:
-        spec, (fan_in, fan_out) = model.linear(name), model.projection_shape(name)
+        fan_in, fan_out = model.projection_shape(name)
+        spec.weight.check(name, spec, (fan_in, fan_out))
         if spec.hadamard and fan_in % spec.hadamard:
             raise UserError(
                 f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} input features of "
                 f"{name}; legal: powers of 2 up to {fan_in & -fan_in}."
             )
+    for name in model.sparse_projections:
+        spec, (fan_in, fan_out) = model.linear(name), model.projection_shape(name)
         layers = sum(model.density_by_depth) or model.num_layers
         layers *= model.stored_copies(name)
         if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:

@@ -116,7 +116,7 @@ def _uniform(model, multiplier):
     return dataclasses.replace(model, density_by_depth=(multiplier,) * model.num_layers)
 
 
-def split_groups(tree: Any) -> tuple:
+def split_groups(tree: object) -> tuple:
     """Returns the stacked tree of each group of block parameters or of layout tables."""
     return tree if isinstance(tree, tuple) else (tree,)
 

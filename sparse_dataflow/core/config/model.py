@@ -428,7 +428,9 @@ class ModelConfig(AttentionSettings, RotarySettings):
     def check_context(self, tokens: int, name: str = "") -> None:
         """Raises UserError if a context, by its name, is longer than the model's positions."""
         learned = self.positions == "learned"
-        if tokens > self.longest and (learned or self.rotary_scaling in ("dynamic", "longrope")):
+        is_limited = learned or self.rotary_scaling in ("dynamic", "longrope")
+        # In this order: of an exported program the tokens are a symbol without an upper limit here.
+        if is_limited and tokens > self.longest:
             scaled = "" if learned else f" of {self.rotary_scaling} scaling"
             more = ", or model.positions=rotary" if learned else ""
             raise UserError(

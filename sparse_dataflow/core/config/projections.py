@@ -1,7 +1,6 @@
 """The projections of a model: their names, and how each is stored."""
 
 import dataclasses
-import importlib
 from collections.abc import Collection
 from typing import Any
 
@@ -93,8 +92,6 @@ class LinearSpec(Readable):
     frozen_dtype: str = setting("compute", choices=FROZEN_DTYPES)
 
     def __post_init__(self):
-        # The kinds read this module, so they are loaded by name, as ops load their kernels.
-        importlib.import_module("sparse_dataflow.core.weights.kinds")
         validate(self, "LinearSpec")
         if self.hadamard and self.hadamard.bit_count() != 1:
             raise UserError(f"hadamard {self.hadamard} is not legal; legal: 0 or a power of 2.")

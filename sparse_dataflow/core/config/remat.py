@@ -160,7 +160,7 @@ of the whole embedding, and pads the embedding, so few long chunks are faster: o
 512 tokens took 39 ms of a 256 ms step of 6.7B, 60% of it in these passes."""
 
 
-def chunk_tokens(vocabulary: Any) -> Any:
+def chunk_tokens(vocabulary: object) -> Any:
     """Returns the tokens of a chunk on a GPU or TPU, a power of two.
 
     Args:

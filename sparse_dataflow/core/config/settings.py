@@ -148,7 +148,7 @@ class Setting:
             if reason := _not_utf8(text):
                 raise ValueError(reason)
             value = expanded(_addresses().normal(text)) if self.path else text
-        if reason := self.refusal(value) or self._missing_library(value):
+        if reason := self.value_refusal(value) or self._missing_library(value):
             raise ValueError(reason)
         return value
 
@@ -163,12 +163,12 @@ class Setting:
         return text if switched is None else "yes" if switched else "no"
 
     def _numbers(self, text: str) -> tuple[int | float, ...]:
-        """The numbers of a comma list, in order, each once."""
+        """The numbers of a comma list, in order."""
         kind = _NUMBER_LISTS[self.type]
         if self.default == () and text.lower() == "none":
             return ()
         try:
-            return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+            return tuple(kind(part) for part in text.split(","))
         except ValueError:
             raise ValueError(self._no_numbers()) from None
 
@@ -178,7 +178,7 @@ class Setting:
         none = " or none" if self.default == () else ""
         return f"is not legal: it must be a comma list of {whole}numbers{each}{none}."
 
-    def refusal(self, value: Any) -> str:
+    def value_refusal(self, value: Any) -> str:
         """Why a value is not legal, completing "NAME=VALUE "; empty where it is."""
         if value is None and self.default is None:
             return ""
@@ -189,7 +189,7 @@ class Setting:
             return f"is unknown. Legal: {', '.join(self.choices)}." if unknown else ""
         if self.type in _NUMBER_LISTS:
             element = dataclasses.replace(self, type=_NUMBER_LISTS[self.type])
-            legal = isinstance(value, tuple) and not any(map(element.refusal, value))
+            legal = isinstance(value, tuple) and not any(map(element.value_refusal, value))
             return "" if legal and (value or self.default == ()) else self._no_numbers()
         if self.type == BLOCK and block_sides(value) is None:
             sides = f"from 1 to {MOST_SIZE:,}"
@@ -204,6 +204,7 @@ class Setting:
                 return f"is not legal: it must be {arguments.words(self.type)}."
             if self.legal and not self.legal[1](value):
                 return f"is not legal: it must be {self.legal[0]}."
+            # Programs compute with float32, in which a legal number may be zero or infinite.
             narrow = _in_float32(value) if self.type is float else value
             if self.legal and not self.legal[1](narrow):
                 return f"is not legal: in float32 it is {narrow:g}, and must be {self.legal[0]}."
@@ -215,9 +216,8 @@ class Setting:
         if self.choices and value not in (*self.choices, self.default):
             return f"is unknown. Legal: {', '.join(self.choices)}."
         if self.path:
-            return next(
-                filter(None, (_addresses().refusal(p, self.address) for p in _parts(value))), ""
-            )
+            refusals = (_addresses().address_refusal(p, self.address) for p in _parts(value))
+            return next(filter(None, refusals), "")
         return ""
 
     def _missing_library(self, value: Any) -> str:
@@ -251,7 +251,7 @@ def _parts(text: str) -> list[str]:
 
 
 def setting(
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     help: str = "",
     *,
     legal: Legal | None = None,
@@ -271,7 +271,7 @@ def setting(
     return dataclasses.field(default=default, metadata={"setting": extra})
 
 
-def settings(kind: Any) -> tuple[Setting, ...]:
+def settings(kind: object) -> tuple[Setting, ...]:
     """Returns the settings of a config class, without those of its members."""
     return _settings(kind)
 
@@ -294,7 +294,7 @@ def by_path(config: Any) -> dict[str, Setting]:
     }
 
 
-def validate(config: Any, member: str = "") -> None:
+def validate(config: object, member: str = "") -> None:
     """Checks every setting of a config by itself; numbers of numpy become Python's.
 
     Raises:
@@ -303,7 +303,7 @@ def validate(config: Any, member: str = "") -> None:
     for s in settings(type(config)):
         original = getattr(config, s.name)
         value = arguments.plain_number(original)
-        if reason := s.refusal(value):
+        if reason := s.value_refusal(value):
             name = f"{member}.{s.name}" if member else s.name
             raise UserError(f"{name}={shown(value)} {reason}")
         if value is not original:
@@ -311,7 +311,7 @@ def validate(config: Any, member: str = "") -> None:
             object.__setattr__(config, s.name, number(value) if number else value)
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+def changed(config: Config, changes: Mapping[str, object]) -> Config:
     """A config with other values of some settings, by path; all members are checked again together.
 
     Args:
@@ -373,12 +373,30 @@ def from_json(kind: type[Config], fields: Any) -> Config:
     values = {}
     for name, member in members.items():
         legal = {s.name: s for s in settings(member)}
+        saved = without_removed(name, fields[name])
         required = [key for key, s in legal.items() if s.default is dataclasses.MISSING]
-        _same_names(fields[name], legal, f"setting of {name}", required)
-        arguments = {key: _tuple(legal[key], value) for key, value in fields[name].items()}
+        _same_names(saved, legal, f"setting of {name}", required)
+        arguments = {key: _tuple(legal[key], value) for key, value in saved.items()}
         # A part whose settings had other values in an earlier version reads them.
         values[name] = getattr(member, "from_file", member)(**arguments)
     return kind(**values)
+
+
+REMOVED: dict[str, dict[str, Any]] = {"model": {"guided": False}, "evolution": {"plateau": 0}}
+"""Settings of earlier versions, with the values by which they did nothing; another is refused."""
+
+
+def without_removed(section: str, fields: object) -> Any:
+    """Returns saved settings of a section without those that an earlier version had to no effect.
+
+    Args:
+      section: such as "model".
+      fields: JSON values, which are not trusted.
+    """
+    none = REMOVED.get(section, {})
+    if not isinstance(fields, Mapping) or not none.keys() & fields.keys():
+        return fields
+    return {n: v for n, v in fields.items() if n not in none or v != none[n]}
 
 
 def _same_names(fields, legal, noun, required):
@@ -400,7 +418,7 @@ def _plain(value):
     return list(value) if isinstance(value, tuple) else value
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """A value as it is written on a command line."""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -409,7 +427,7 @@ def text(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """`text`, cut after 60 characters."""
     whole = text(value)
     return whole if len(whole) <= _SHOWN else f"{whole[: _SHOWN - 3]}..."

@@ -41,7 +41,7 @@ class SparsityConfig(Readable):
     )
     pattern: str = setting(
         "monarch",
-        "Rule that chooses the stored blocks; low_rank stores two factors instead.",
+        "Rule that chooses the stored blocks, or a kind of weight that stores factors.",
         choices=PATTERN_NAMES,
     )
     density: float = setting(0.125, "Fraction of the blocks stored.", legal=A_FRACTION)
@@ -83,16 +83,19 @@ class SparsityConfig(Readable):
           UserError: `projections` names one that the model does not have.
         """
         inputs, outputs = block_sides(self.block)  # type: ignore[misc]
-        spec = LinearSpec(
-            self.pattern if self.pattern in KINDS else "block_sparse",
-            self.pattern,
-            self.density,
-            inputs,
-            self.rank,
-            self.hadamard,
-            span=self.span,
-            block_outputs=0 if inputs == outputs else outputs,
-        )
+        if self.pattern == LinearSpec.kind:  # "dense", which has no density and no blocks.
+            spec = LinearSpec(rank=self.rank, hadamard=self.hadamard)
+        else:
+            spec = LinearSpec(
+                self.pattern if self.pattern in KINDS else "block_sparse",
+                self.pattern,
+                self.density,
+                inputs,
+                self.rank,
+                self.hadamard,
+                span=self.span,
+                block_outputs=0 if inputs == outputs else outputs,
+            )
         return dict.fromkeys(model.selected(self.projections, "sparsity.projections"), spec)
 
 
@@ -101,7 +104,8 @@ METHOD_NAMES: list[str] = []
 
 EXCHANGED_BLOCKS = 0.05
 """Share of the blocks that the first update of rigl or set exchanges.  RigL's is 0.3 (arXiv
-1911.11134, section 3); three seeds of `pico` do not tell the two apart (docs/quality.md)."""
+1911.11134, section 3); three seeds of `pico` do not tell the two apart
+(docs/evidence/quality.md)."""
 
 
 FEATURE_CHOICES = ("sampled", "top", "uniform")
@@ -128,9 +132,9 @@ class EvolutionConfig(Readable):
     method: str = setting(
         "static",
         "set and rigl exchange blocks, at random or by gradient; gradual prunes a dense model in "
-        "halvings; sparse_to_dense ends dense; low_rank_tail ends with sparsity.rank; "
-        "shared_to_own copies one trained block; omit_features leaves out features of MLPs for a "
-        "while. Options follow a colon: rigl:every=100,share=0.05.",
+        "halvings; sparse_to_dense ends dense; shared_to_own copies one trained block; "
+        "omit_features leaves out features of MLPs for a while. Options follow a colon: "
+        "rigl:every=100,share=0.05.",
         choices=METHOD_NAMES,
     )
     every: int = setting(
@@ -139,9 +143,8 @@ class EvolutionConfig(Readable):
     at: float = setting(
         0.0,
         "Fraction of the steps at which set and rigl stop (0.75), gradual's cubic schedule ends "
-        "(0.5), sparse_to_dense turns dense (0.7), low_rank_tail adds its term (0.99), "
-        "shared_to_own copies its block (0.3) or omit_features puts all features back (0.75); 0 is "
-        "the number in brackets.",
+        "(0.5), sparse_to_dense turns dense (0.7), shared_to_own copies its block (0.3) or "
+        "omit_features puts all features back (0.75); 0 is the number in brackets.",
         legal=A_SHARE,
     )
     share: float = setting(
@@ -171,12 +174,6 @@ class EvolutionConfig(Readable):
         "Projections that sparse_to_dense makes dense first, the others halfway from there to the "
         "end; none is all at once.",
         choices=PROJECTIONS,
-    )
-    plateau: int = setting(
-        0,
-        "Evaluations in a row without 0.5% of gain after which sparse_to_dense turns dense early; "
-        "0 is never.",
-        legal=between(0, MOST_STEPS),
     )
     omitted: float = setting(
         0.5,

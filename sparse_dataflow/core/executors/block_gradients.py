@@ -14,7 +14,7 @@ from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding, whole
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import probe
 from sparse_dataflow.core.model.stacks import ModelWeights, layouts_by_name, map_arrays
 
@@ -96,6 +96,7 @@ def _in_order(model, gradients, features):
     """Returns the gradients of masked projections with the features in the order of the model."""
     if features is None:
         return gradients
+    # `features` is the order on the devices; sorting it gives the way back.
     back = np.argsort(features)
 
     def in_order(name, leaf, array):
@@ -117,7 +118,7 @@ def opened_masks(weights: ModelWeights) -> ModelWeights:
     return dataclasses.replace(weights, rest=map_arrays(jnp.ones_like, weights.rest))
 
 
-def norms_of_masks(model: ModelConfig, gradients: Mapping[str, Any]) -> dict[str, jax.Array]:
+def norms_of_masks(model: ModelConfig, gradients: Mapping[str, object]) -> dict[str, jax.Array]:
     """Returns the norms of the gradients of masked projections, by the blocks of their masks.
 
     Args:

@@ -2,8 +2,8 @@
 
 A row names an option and the options that it does not go with.  What is in no row goes together.
 `runs.compatibility` adds the rows about the settings of a run, so that one table refuses, and
-docs/devices.md and the page of settings show it.  A size that another does not divide is arithmetic
-and no row: the code that cuts refuses it.
+docs/guide/devices.md and the page of settings show it.  A size that another does not divide is
+arithmetic and no row: the code that cuts refuses it.
 
 A parallelism, how devices share a model, is an option too.  An executor has one or more of them.
 Importing this module loads no jax.
@@ -75,7 +75,7 @@ class Conflict(NamedTuple):
     because: str
     legal: str
 
-    def sentence(self, run: Any) -> str:
+    def sentence(self, run: object) -> str:
         """Returns why a run has both; "" if it does not."""
         other = next((words for each in self.others if (words := each.used(run))), "")
         option = other and self.option.used(run)
@@ -86,7 +86,7 @@ class Conflict(NamedTuple):
         return f"{option} with {other}, {self.because}; {self.legal}."
 
 
-def violations(run: Any, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict, str]]:
+def violations(run: object, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict, str]]:
     """Yields each row that a run violates, and its sentence."""
     for row in rows:
         if sentence := row.sentence(run):
@@ -135,7 +135,7 @@ WEIGHTS = {"run.init_from": "DIR"}
 """A setting of examples; the weights are not read."""
 
 
-def setting(path: str, example: Any, more: Mapping[str, Any] = NOTHING) -> Option:
+def setting(path: str, example: object, more: Mapping[str, object] = NOTHING) -> Option:
     """Returns the option of a model or a training whose setting is not empty.
 
     Args:
@@ -203,6 +203,6 @@ TABLE = (
 """The rows about model, training and executor; `runs.compatibility` has those about a run."""
 
 
-def refuse_unsupported(executor: Any, model: ModelConfig, training: TrainingConfig) -> None:
+def refuse_unsupported(executor: object, model: ModelConfig, training: TrainingConfig) -> None:
     """Refuses a model or a training that an executor does not have; see `refuse`."""
     refuse([ResolvedRun(model, training, executor)], TABLE)

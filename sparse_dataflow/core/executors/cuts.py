@@ -67,4 +67,5 @@ def cut(
 
 def inverse(order: np.ndarray) -> np.ndarray:
     """Returns the inverse permutation of each row: int32 [layers, nnz]."""
+    # Sorting a permutation inverts it.
     return np.argsort(order, axis=1).astype(np.int32)

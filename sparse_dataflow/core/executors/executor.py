@@ -1,4 +1,4 @@
-"""The interface of an executor; the defaults of `Executor` are the executor of a single device."""
+"""The interface of an executor: what all share, and the functions of one that is one program."""
 
 import abc
 import dataclasses
@@ -26,14 +26,13 @@ def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class Executor:
-    """Runs a model's sections on devices; the defaults run all of them in one program on one.
+    """Where a model's sections run: on one device, if a class does not say more.
 
     What a step on one device does not need is imported by the method that needs it.
 
     Training states and their layouts are canonical, as on a single device, wherever they are
     saved, changed or inspected. `place` brings a state to where the programs need it, `canonical`
-    back; `place_layouts` brings the layouts. `loss`, `loss_and_gradients` and
-    `block_gradient_norms` are traced inside a program; their weights are as placed.
+    back; `place_layouts` brings the layouts.
 
     Executors are hashable and compare by value: compiled programs are cached by executor.
     """
@@ -70,16 +69,6 @@ class Executor:
 
         compatibility.refuse_unsupported(self, model, training)
 
-    def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
-        """Returns the float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
-        return whole.loss(model, weights, batch)
-
-    def loss_and_gradients(
-        self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
-    ) -> tuple[Metrics, dict]:
-        """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
-        return whole.loss_and_gradients(model, weights, batch, how)
-
     def over_rows(self, function: Callable) -> Callable:
         """Returns (parameters, rows) -> rows of a function, on the devices that have the rows.
 
@@ -87,31 +76,7 @@ class Executor:
         """
         return function
 
-    def block_gradient_norms(
-        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Returns `block_gradients.block_gradient_norms` in canonical order."""
-        from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
-
-        return block_gradient_norms(model, weights, tokens)
-
-    def growth_norms(
-        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
-    ) -> dict[str, jax.Array]:
-        """Returns the norms of the dense gradient by which stored blocks and masks grow."""
-        from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
-
-        norms = self.block_gradient_norms(model, weights, tokens) if weights.has_layouts else {}
-        features = self.residual_order(model)
-        masks = mask_gradient_norms(self.loss_and_gradients, model, weights, tokens, features)
-        return norms | masks
-
-    def residual_order(self, model: ModelConfig) -> np.ndarray | None:
-        """Returns the order of the residual stream's features as placed, int32 [d_model]; None for
-        that of the model."""
-        return None
-
-    def shardings(self, state: Any, model: ModelConfig) -> Any:
+    def shardings(self, state: object, model: ModelConfig) -> Any:
         """Returns the shardings of a state without layouts, for `jax.jit`; None for the default."""
         return None
 
@@ -119,15 +84,15 @@ class Executor:
         """Returns the sharding of results that every process reads; None for the default."""
         return None
 
-    def place(self, state: Any, model: ModelConfig) -> Any:
+    def place(self, state: object, model: ModelConfig) -> Any:
         """Moves a canonical state to where the programs need it, except its layouts."""
         return state
 
-    def placed_shapes(self, state: Any, model: ModelConfig) -> Any:
+    def placed_shapes(self, state: object, model: ModelConfig) -> Any:
         """Returns the shapes and shardings of `place`; `state` has shapes and no layouts."""
         return state
 
-    def canonical(self, state: Any, model: ModelConfig) -> Any:
+    def canonical(self, state: object, model: ModelConfig) -> Any:
         """Inverts `place`, except that arrays stay on their devices."""
         return state
 
@@ -176,11 +141,49 @@ class Executor:
         return batch
 
 
-class MultiProgramExecutor(Executor, abc.ABC):
-    """An executor that is not a single program, such as the relay: it compiles its own programs.
+class TracedExecutor(Executor):
+    """Runs all sections in one program.
 
-    Nothing calls its traced functions.
+    Its functions are traced inside of the program; their weights are as placed.
     """
+
+    def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
+        """Returns the float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
+        return whole.loss(model, weights, batch)
+
+    def loss_and_gradients(
+        self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
+    ) -> tuple[Metrics, dict]:
+        """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
+        return whole.loss_and_gradients(model, weights, batch, how)
+
+    def block_gradient_norms(
+        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns `block_gradients.block_gradient_norms` in canonical order."""
+        from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
+
+        return block_gradient_norms(model, weights, tokens)
+
+    def growth_norms(
+        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the norms of the dense gradient by which stored blocks and masks grow."""
+        from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
+
+        norms = self.block_gradient_norms(model, weights, tokens) if weights.has_layouts else {}
+        features = self.residual_order(model)
+        masks = mask_gradient_norms(self.loss_and_gradients, model, weights, tokens, features)
+        return norms | masks
+
+    def residual_order(self, model: ModelConfig) -> np.ndarray | None:
+        """Returns the order of the residual stream's features as placed, int32 [d_model]; None for
+        that of the model."""
+        return None
+
+
+class MultiProgramExecutor(Executor, abc.ABC):
+    """An executor that is not a single program, such as the relay: it compiles its own programs."""
 
     @abc.abstractmethod
     def initial_state(self, model: ModelConfig, training: Any) -> Any:
@@ -200,4 +203,4 @@ class MultiProgramExecutor(Executor, abc.ABC):
         """
 
 
-SINGLE_DEVICE = Executor()
+SINGLE_DEVICE = TracedExecutor()

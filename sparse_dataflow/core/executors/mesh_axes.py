@@ -105,7 +105,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}:{sizes[axis]}" for axis in AXES if sizes[axis] > 1) or "fsdp:1"
 
 
-def key_value_copies(config: ModelConfig, tensor: Any) -> Any:
+def key_value_copies(config: ModelConfig, tensor: object) -> Any:
     """Returns how many of `tensor` chips compute the same key/value head; also of arrays of counts.
 
     Where there are more chips than key/value heads, the weights of separate projections `k` and `v`

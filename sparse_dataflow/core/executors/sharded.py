@@ -22,14 +22,14 @@ from sparse_dataflow.core.executors import (
 )
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 from sparse_dataflow.core.executors.context import Context
-from sparse_dataflow.core.executors.executor import Executor, abstract
+from sparse_dataflow.core.executors.executor import TracedExecutor, abstract
 from sparse_dataflow.core.executors.mesh import BATCH_AXES, MODEL_AXES
 from sparse_dataflow.core.executors.mesh_axes import MOST_SUB_BATCHES, key_value_copies
 from sparse_dataflow.core.executors.mesh_axes import cut_run_length as run_length
 from sparse_dataflow.core.executors.sharding import COLUMN_PARALLEL, TABLES
 from sparse_dataflow.core.executors.state_roles import Role, parameter_shapes, roles
 from sparse_dataflow.core.layouts.layout import FixedTables
-from sparse_dataflow.core.model import adapters, stacks
+from sparse_dataflow.core.model import partition, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
@@ -38,7 +38,7 @@ from sparse_dataflow.files.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded(Executor):
+class Sharded(TracedExecutor):
     """All sections in one program, sharded over the axes of a mesh.
 
     Attributes:
@@ -185,10 +185,12 @@ class Sharded(Executor):
         specs, rest_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, rest))
         fsdp = self.zero >= sharding.ZERO["gradients"]
         gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
-        all_specs = adapters.merged(specs, stacks.split_layouts(rest_specs)[0])
+        all_specs = partition.merged(specs, stacks.split_layouts(rest_specs)[0])
         all_specs = sharding.gathered_specs(all_specs, self.exchange)
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
+        # An axis of one device has no name here, so that the model's sections call no collective
+        # over it.
         longer = lambda axis: axis if self.mesh.shape[axis] > 1 else None  # noqa: E731
         rank = whole.Rank(
             Shard(
@@ -321,7 +323,7 @@ class Sharded(Executor):
         cut = self._cut_layouts(weights.rest, model, changing)
         cut = jax.tree.map(lambda table: put_global(table, target), cut)
         others, _ = stacks.split_layouts(weights.rest)
-        return dataclasses.replace(weights, rest=adapters.merged(others, cut))
+        return dataclasses.replace(weights, rest=partition.merged(others, cut))
 
     def _cut_layouts(self, rest, model, changing):
         """Returns the layouts of `place_layouts` as leaves, in numpy."""
@@ -380,7 +382,7 @@ def batch_specs(batch):
     """Returns the partition specs of a `whole.Batch`."""
     rows: Any = P(BATCH_AXES)
     teacher_output = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
-    return whole.Batch(rows, None if batch.weights is None else rows, teacher_output)
+    return whole.Batch(rows, None if batch.token_weights is None else rows, teacher_output)
 
 
 def norm_specs(projections):
@@ -396,8 +398,9 @@ def local_weights(weights):
 
 
 def put_global(leaf, target):
-    """Returns the array with sharding `target`; a numpy array is equal on every process."""
-    if isinstance(leaf, jax.Array):
+    """Returns the array with sharding `target`; a whole one is equal on every process."""
+    # All but an array that is whole here for a target that has devices of other processes.
+    if isinstance(leaf, jax.Array) and target.is_fully_addressable >= leaf.is_fully_addressable:
         return jax.device_put(leaf, target)
     return jax.make_array_from_callback(leaf.shape, target, lambda index: leaf[index])
 
@@ -425,6 +428,7 @@ def _take(target, axis):
     array; the blocks are at `axis`."""
 
     def take(array, order):
+        # The order is of one axis, and is broadcast to all others.
         inner = (1,) * (array.ndim - axis - 1)
         order = order.reshape(len(order), *(1,) * (axis - 1), -1, *inner)
         return jnp.take_along_axis(array, order, axis)

@@ -93,6 +93,7 @@ def spec(
     """
     row = _row(path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
+    # What the model axes cannot cut is whole on each of their devices.
     odd = path in VOCABULARY_ROWS and shape[0] % model_shards(mesh)
     if odd or (kv_copies > 1 and path.split(".")[-2] in (*KEY_VALUE, KEY_NORMS)):
         cuts = [[axis for axis in axes if axis not in MODEL_AXES] for axes in cuts]
@@ -104,10 +105,12 @@ def spec(
         if fsdp:
             shards = _shards(STATE_AXES, mesh)
             fits = lambda i: shape[i] % (_shards(cuts[i], mesh) * shards) == 0  # noqa: E731
+            # From the named axis on; a parameter without one that divides is replicated.
             dim = next(filter(fits, range(first, len(shape))), None)
             if dim is not None:
                 cuts[dim] += STATE_AXES
     entries = [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in cuts]
+    # jax compares specs as they are written: P() and P(None) differ.
     while entries and not entries[-1]:
         entries.pop()
     return P(*(axes or None for axes in entries))
@@ -178,7 +181,7 @@ def specs(params: dict, model: ModelConfig, mesh: AnyMesh, fsdp: bool = True) ->
     )
 
 
-def state_shardings(state: Any, model: ModelConfig, mesh: AnyMesh, zero: int) -> Any:
+def state_shardings(state: object, model: ModelConfig, mesh: AnyMesh, zero: int) -> Any:
     """Returns the shardings of a training state without layouts.
 
     Args:
@@ -270,6 +273,8 @@ def _all_gather(leaf, dim, dtype, axes):
         return gather(leaf), None
 
     def backward(_, gradient):
+        # The transpose of an all-gather.  It sums in the parameter's dtype: a sum over devices in
+        # 16 bits loses what one of them adds.
         wide = gradient.astype(leaf.dtype)
         return (lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True),)
 
@@ -323,7 +328,8 @@ def refuse_indivisible(
       sequence: tokens per sequence.
 
     Raises:
-      UserError: naming the count that is not divisible, and the legal sizes.
+      UserError: naming the count that is not divisible, and the legal sizes; or the kind of weight
+        that the axis "tensor" does not cut.
     """
     tensor, shards, context = mesh.shape["tensor"], batch_shards(mesh), mesh.shape["context"]
     if context > 1 and sequence % (2 * context * tensor):
@@ -337,6 +343,8 @@ def refuse_indivisible(
             f"{shards} devices (data:{mesh.shape['data']} x fsdp:{mesh.shape['fsdp']}); legal: a "
             f"--batch that is a multiple of {shards * micro_batches}."
         )
+    if tensor > 1:
+        model.require("tensor_axis", f"tensor:{tensor}")
     if words := _indivisible(model, sequence, tensor):
         sizes = range(1, model.num_heads + 1)
         legal = [str(size) for size in sizes if not _indivisible(model, sequence, size)]

@@ -43,7 +43,7 @@ class Role:
         return self.axes.index(dim) if dim in self.axes else None
 
 
-def roles(state: Any) -> Any:
+def roles(state: object) -> Any:
     """Returns a tree like the state with the `Role` of each array.
 
     Args:

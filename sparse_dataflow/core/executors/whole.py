@@ -21,7 +21,7 @@ from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
@@ -266,13 +266,13 @@ def _layer(config, rank, group, contexts, kind):
 
     def run(xs, layer):
         weights = layer_weights(config, rank.section({"blocks": layer}, "blocks", group))
-        block = functools.partial(gpt.measured_block, config, weights)
+        block = functools.partial(gpt.block, config, weights)
         return run_sub_batches(lambda x, at: block(x, at, rank.shard, rank.attend), xs, contexts)
 
     if kind != "none":
         # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with
         # the forward pass, and barriers against that only end fusions.
-        return _checkpointed(run, kind, prevent_cse=dispatch.platform() != "gpu")
+        return _checkpointed(run, kind, prevent_cse=not dispatch.on(platforms.SCANNED_LAYERS))
     if rank.gather is not None:
         policy = jax.checkpoint_policies.save_anything_except_these_names(
             GATHERED, remat.KEYS_VALUES
@@ -319,7 +319,7 @@ def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK
     other chips it copies what kernels write into stacks for the backward pass, and a TPU's read.
     With recomputation it saves little, and each unrolled layer copies its weights.
     """
-    if dispatch.platform() != "cpu":
+    if not dispatch.on(platforms.HOST):
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
         return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_CHIP_LAYERS
     deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
@@ -349,12 +349,12 @@ class Batch:
     Attributes:
       tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.  With
         `ModelConfig.mask_documents`, each attends within its document.
-      weights: float32 [B, T], of the losses of the targets; None for their mean.
+      token_weights: float32 [B, T], of the losses of the targets; None for their mean.
       teacher: what a teacher says of the tokens, x [B, T, D of the teacher]; None without one.
     """
 
     tokens: Any
-    weights: Any = None
+    token_weights: Any = None
     teacher: TeacherOutput | None = None
 
 
@@ -417,7 +417,7 @@ def batch_context(config: ModelConfig, batch: Batch, padded: bool = False) -> Ba
         ),
         real=_real(config, tokens) if config.experts and padded else None,
         targets=tokens[:, 1:],
-        weights=batch.weights,
+        token_weights=batch.token_weights,
         teacher_hidden=teacher and teacher.x,
         teacher=teacher and (teacher.embedding, teacher.weight),
     )
@@ -458,18 +458,18 @@ def routed_tokens(
     return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
 
 
-def with_weights(batch: Batch, shards: int = 1) -> Batch:
+def with_token_weights(batch: Batch, shards: int = 1) -> Batch:
     """Returns the batch with weights of its targets; without any, those of their mean.
 
     Args:
       shards: number of shards of the rows, each of which is a `batch`.
     """
-    if batch.weights is not None:
+    if batch.token_weights is not None:
         return batch
     targets = batch.tokens[:, 1:]
     xp: Any = np if isinstance(targets, np.ndarray) else jnp  # The relay's batch is on the host.
     mean = xp.full(targets.shape, 1 / (targets.size * shards), np.float32)
-    return dataclasses.replace(batch, weights=mean)
+    return dataclasses.replace(batch, token_weights=mean)
 
 
 def micro_batches(
@@ -568,8 +568,8 @@ def loss_and_gradients(
     is divided by the tokens of the batch that are no padding.
     """
     # Batches whose targets have weights are rows of text, padded at their end.
-    padded, teacher = batch.weights is not None, batch.teacher
-    batch = with_weights(batch, rank.batch_shards)
+    padded, teacher = batch.token_weights is not None, batch.teacher
+    batch = with_token_weights(batch, rank.batch_shards)
 
     def micro_batch(params, tokens, weight, *hidden):
         teacher_output = teacher._replace(x=hidden[0]) if teacher else None
@@ -587,7 +587,7 @@ def loss_and_gradients(
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
-        unrolled = dispatch.platform() != "cpu" and unrolls(config, weights, rank)
+        unrolled = not dispatch.on(platforms.HOST) and unrolls(config, weights, rank)
         if unrolled and gradients.get("blocks"):
             # Else each pass of the optimizer reads the layers' gradients apart.
             gradients = {**gradients, "blocks": lax.optimization_barrier(gradients["blocks"])}
@@ -595,7 +595,7 @@ def loss_and_gradients(
 
     params = weights.params
     routed = routed_tokens(config, batch, rank, padded) if config.experts else 0
-    arrays = (batch.tokens, batch.weights, *((teacher.x,) if teacher else ()))
+    arrays = (batch.tokens, batch.token_weights, *((teacher.x,) if teacher else ()))
     if how.micro_batches == 1:
         return micro_batch(params, *arrays)
     batches = tuple(split_rows(config, array, how.micro_batches) for array in arrays)

@@ -44,6 +44,8 @@ def balanced_top(
         )
     if not feasible.any():
         return feasible
+    # Scores may be of any size, as norms of gradients are; the search compares sums with
+    # tolerances.
     scale = np.abs(scores[free]).max() or 1.0
     return _best_completion(scores / scale, free, row_need, col_need, feasible)
 
@@ -94,6 +96,7 @@ def _best_completion(scores, allowed, row_need, col_need, feasible):
 def _line_tops(scores, allowed, row_need, col_need):
     """Returns a mask of the best 2 * need + 4 blocks of each row and column."""
     ranked = np.where(allowed, scores, -np.inf)
+    # argsort of an argsort gives ranks.
     by_row = np.argsort(np.argsort(-ranked, axis=1, kind="stable"), axis=1, kind="stable")
     by_col = np.argsort(np.argsort(-ranked, axis=0, kind="stable"), axis=0, kind="stable")
     return (by_row < 2 * row_need[:, None] + 4) | (by_col < 2 * col_need + 4)

@@ -164,7 +164,6 @@ class Method:
       changes_blocks: whether the stored blocks of a weight change, so that a model needs some.
       mask_gain: weight of growth in an update of masks, see `Masked.exchanged`; None for a method
         that has no such update.
-      adds_term: whether a phase adds the term of `SparsityConfig.rank`, so that a model needs one.
     """
 
     update: Update | None = None
@@ -174,7 +173,6 @@ class Method:
     at: float = 0.75
     changes_blocks: bool = True
     mask_gain: float | None = None
-    adds_term: bool = False
 
 
 METHODS: dict[str, Method] = {}
@@ -208,11 +206,6 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
     if method.changes_blocks:
         model.refuse_experts(f"--evolution={config.method}", "static")
         _refuse_unchangeable(model, config.method)
-    if method.adds_term and not any(model.linear(name).term for name in model.partial_projections):
-        raise UserError(
-            f"--evolution={config.method} adds a low-rank term of width sparsity.rank; legal: 1 or "
-            "more."
-        )
     if method.update is not None:
         for name, spec in dict(model.linears).items():
             if spec.weight.has_mask and method.mask_gain is None:
@@ -277,8 +270,8 @@ def new_shares(
     """
 
     def share(before, after):
-        kept = sum(int(a.mask[b.rows, b.cols].sum()) for a, b in zip(before, after, strict=True))
-        return 1 - kept / sum(layout.nnz for layout in after)
+        common = sum(int(a.mask[b.rows, b.cols].sum()) for a, b in zip(before, after, strict=True))
+        return 1 - common / sum(layout.nnz for layout in after)
 
     return {name: share(old[name], layers) for name, layers in new.items() if name in old}
 
@@ -373,12 +366,6 @@ def _sparse_to_dense(model, config):
         PhaseSpec(until(config), partly),
         PhaseSpec((1 + until(config)) / 2, dense),
     )
-
-
-def _low_rank_tail(model, config):
-    """SLoPe (arXiv 2405.15960): adds low-rank adapters for the last steps."""
-    bare = _with_sparse_specs(model, lambda s: dataclasses.replace(s, rank=0))
-    return PhaseSpec(0.0, bare), PhaseSpec(until(config), model)
 
 
 def _gradual(model, config):
@@ -519,7 +506,6 @@ register("set", Method(update=set_blocks, mask_gain=0.0))
 register("rigl", Method(update=rigl_blocks, reads_gradients=True, mask_gain=1.0))
 register("gradual", Method(phase_specs=_gradual, at=0.5))
 register("sparse_to_dense", Method(phase_specs=_sparse_to_dense, at=0.7))
-register("low_rank_tail", Method(phase_specs=_low_rank_tail, at=0.99, adds_term=True))
 register(
     "omit_features",
     Method(phase_specs=_omit_features, changes_blocks=False, reads_activations=True),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.errors import UserError, needed_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +224,12 @@ class BlockLayout:
                     f"legal: 0 to {bound - 1}."
                 )
             index = index.astype(np.int32)
+            # A layout is a static part of programs, hashed once: it must not change.
             index.setflags(write=False)
             object.__setattr__(self, name, index)
         if self.rows.shape != self.cols.shape:
             raise UserError(f"Layout has {self.rows.size} rows but {self.cols.size} cols.")
+        # Sorted, so that equal layouts have equal arrays, and the order of slots is known.
         order = self.cols.astype(np.int64) * self.in_blocks + self.rows
         if np.any(np.diff(order) <= 0):
             raise UserError(
@@ -267,6 +269,7 @@ class BlockLayout:
         in_index, in_slot, out_index, out_slot = map(np.asarray, tables.arrays)
         grid = len(out_index), len(in_index)
         cols, rows, slot = _entries(in_index, in_slot, "in", grid[0])
+        # Slots number the stored blocks by output block; entries come by table place.
         by_slot = np.argsort(slot)
         if not np.array_equal(slot[by_slot], np.arange(slot.size)):
             raise UserError(f"in_slot must have each slot from 0 to {slot.size - 1} once.")
@@ -398,6 +401,8 @@ class BlockLayout:
 
     def tables(self) -> LayoutTables:
         """Returns the index tables as int32 numpy arrays."""
+        # Slots are in order of output blocks.  The tables by input block list the same slots in
+        # the other order.
         by_row = np.lexsort((self.cols, self.rows))
         in_index, in_slot = _padded(self.cols, self.rows, np.arange(self.nnz), self.fan_in)
         out_index, out_slot = _padded(
@@ -405,7 +410,7 @@ class BlockLayout:
         )
         return LayoutTables(in_index, in_slot, out_index, out_slot)
 
-    def to_dense(self, values: Any) -> np.ndarray:
+    def to_dense(self, values: object) -> np.ndarray:
         """Returns dense matrices [..., in_features, out_features] of [..., nnz, block, block]."""
         values = np.asarray(values)
         lead, block = values.shape[:-3], self.block
@@ -413,7 +418,7 @@ class BlockLayout:
         dense[..., self.rows, self.cols, :, :] = values
         return dense.swapaxes(-3, -2).reshape(*lead, self.in_features, self.out_features)
 
-    def from_dense(self, dense: Any) -> np.ndarray:
+    def from_dense(self, dense: object) -> np.ndarray:
         """Returns the values [nnz, block, block] of a dense [in_features, out_features] matrix."""
         grid = (self.in_blocks, self.block, self.out_blocks, self.block)
         return np.asarray(dense).reshape(grid).transpose(0, 2, 1, 3)[self.rows, self.cols]
@@ -427,16 +432,19 @@ class BlockLayout:
         Returns:
           The Axes.
 
+        Raises:
+          UserError: matplotlib is not installed.
+
         Examples:
             >>> axes = sd.make_layout("monarch", 256, 512, block=32, density=0.25).plot()
             >>> axes.get_title()
             '256 x 512, 32 of 128 blocks of 32, density 0.25'
         """
         if axes is None:
-            from matplotlib.figure import Figure  # Without pyplot: no window, no global state.
-
+            # Without pyplot: no window, no global state.
+            figure = needed_module("matplotlib.figure", "BlockLayout.plot")
             width = 4 * max(0.25, min(4, self.out_blocks / self.in_blocks))
-            axes = Figure(figsize=(1 + width, 5), layout="constrained").subplots()
+            axes = figure.Figure(figsize=(1 + width, 5), layout="constrained").subplots()
         axes.imshow(~self.mask, cmap="gray", vmin=0, vmax=1.2, interpolation="nearest")
         axes.set_xlabel("output block")
         axes.set_ylabel("input block")

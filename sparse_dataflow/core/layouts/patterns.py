@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import PATTERN_NAMES
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.files.errors import UserError
@@ -60,7 +59,6 @@ def register(name: str, by_role: bool = False) -> Callable[[Any], Any]:
     return add
 
 
-@arguments.checked
 def make_layout(
     pattern: str,
     in_features: int,
@@ -97,6 +95,8 @@ def make_layout(
         raise UserError(f"offset={offset} is not legal: it must be 0 or more.")
     in_blocks, out_blocks = _grid(in_features, out_features, block)
     ring = math.gcd(in_blocks, out_blocks)
+    # In a balanced layout all inputs, and all outputs, have equally many blocks.  So the number of
+    # blocks is a multiple of both sides: each density is a multiple of 1 / gcd of the sides.
     degree = _degree(density, ring)
     if not degree:
         sides = [
@@ -117,7 +117,6 @@ def make_layout(
     return BlockLayout.from_mask(mask, block)
 
 
-@arguments.checked
 def legal_densities(in_features: int, out_features: int, block: int) -> list[float]:
     """Returns the densities that `make_layout` accepts, ascending: the multiples of 1/ring.
 

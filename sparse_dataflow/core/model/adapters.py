@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import sparse_dataflow.core.weights.kinds  # noqa: F401 - registers the term
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.weights.dense import Dense, Quantised
@@ -24,8 +23,8 @@ from sparse_dataflow.core.weights.kind import (
     MATRIX,
     TERMS,
     leaf_of,
-    stored_form,
 )
+from sparse_dataflow.files.errors import UserError
 
 FACTORS = tuple(name for name, leaf in LEAVES.items() if name in TERMS and leaf.role == MATRIX)
 """Leaves of a projection that are trained."""
@@ -54,6 +53,8 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     """
     dtype = jnp.dtype(model.compute_dtype)
 
+    # The base is never updated, so a matrix needs no more bits than its products read.  Norms and
+    # biases stay wide: they are small, and sums of them are not.
     def cast(path, leaf):
         fact, name = leaf_of(path), getattr(path[-1], "key", "")
         matrix = name in EMBEDDINGS or (fact is not None and fact.role == MATRIX)
@@ -65,12 +66,20 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
             return module
         base = {leaf: array for leaf, array in module.items() if leaf not in FACTORS}
         weight = next(array for leaf, array in base.items() if leaf != LAYOUT)
+        # The base keeps the gate of the low-rank term; the factors are trained.  A gate for each
+        # layer of the stack.
         (gate,) = TERMS - {*FACTORS}
         return {**base, gate: jnp.full(len(weight), scale, jnp.float32)}
 
     def with_int8(module, name):
-        if model.linear(name).frozen_dtype != "int8" or stored_form(module) is not Dense:
+        spec = model.linear(name)
+        if spec.frozen_dtype != "int8" or spec.weight.form(module) is Quantised:
             return module
+        if spec.weight is not Dense:
+            raise UserError(
+                f"{name}: frozen_dtype=int8 does not go with {spec.weight.words}; legal: "
+                f"{Dense.words}."
+            )
         return module | Quantised.arrays_of_dense(module)
 
     groups = [
@@ -91,27 +100,15 @@ def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     plain: dict[str, Any] = {"frozen_dtype": "compute"}
     specs = {n: dataclasses.replace(s, **plain) for n, s in dict(model.linears).items()}
 
-    def wide(module):
-        if stored_form(module) is not Quantised:
+    def wide(name, module):
+        if model.linear(name).weight.form(module) is not Quantised:
             return module
         rest = {name: leaf for name, leaf in module.items() if name not in Quantised.leaves()}
         return rest | Quantised.arrays_of_float(module)
 
     groups = [
-        {name: wide(module) for name, module in group.items()}
+        {name: wide(name, module) for name, module in group.items()}
         for group in split_groups(params["blocks"])
     ]
     model = dataclasses.replace(model, linears=specs)
     return model, {**params, "blocks": join_groups(groups)}
-
-
-def merged(params: Any, base: Any) -> Any:
-    """Returns one tree with the leaves of both, of which one may be () for nothing."""
-    if type(params) is tuple and not params:
-        return base
-    if type(base) is tuple and base:
-        return tuple(map(merged, params, base))
-    if not isinstance(base, dict):
-        return params
-    both = {name: merged(params[name], tree) for name, tree in base.items() if name in params}
-    return {**base, **params, **both}

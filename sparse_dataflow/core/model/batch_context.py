@@ -6,15 +6,15 @@ nothing.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-_ROWS = ("documents", "real", "targets", "weights", "teacher_hidden")
+_ROWS = ("documents", "real", "targets", "token_weights", "teacher_hidden")
 """Fields of which each row of a micro-batch has its own."""
 
-_HEAD = ("targets", "weights", "teacher_hidden", "teacher")
+_HEAD = ("targets", "token_weights", "teacher_hidden", "teacher")
 """Fields that the head alone reads."""
 
 
@@ -30,27 +30,27 @@ class BatchContext:
       real: bool [B, T], whether a token is no padding, which has no experts; None for all.
       routed: float32 [], tokens of the whole batch that have experts; None without experts.
       targets: int32 [B, T], the next tokens.
-      weights: float32 [B, T], of the losses of the targets.
+      token_weights: float32 [B, T], of the losses of the targets.
       teacher_hidden: [B, T, D of the teacher], its last hidden states; None without a teacher.
       teacher: (its output layer [V, D], float32 [] weight of its loss); see `TeacherOutput`.
     """
 
-    positions: Any = None
-    documents: Any = None
-    real: Any = None
+    positions: jax.Array | None = None
+    documents: jax.Array | None = None
+    real: jax.Array | None = None
     routed: Any = None
     targets: Any = None
-    weights: Any = None
-    teacher_hidden: Any = None
-    teacher: Any = None
+    token_weights: Any = None
+    teacher_hidden: jax.Array | None = None
+    teacher: tuple[jax.Array, jax.Array] | None = None
 
     @property
-    def rows(self) -> dict[str, Any]:
+    def rows(self) -> dict[str, jax.Array]:
         """The arrays with a row for each of the micro-batch, by field."""
         fields = {name: getattr(self, name) for name in _ROWS}
         return {name: array for name, array in fields.items() if array is not None}
 
-    def with_rows(self, rows: dict[str, Any]) -> "BatchContext":
+    def with_rows(self, rows: Mapping[str, Any]) -> "BatchContext":
         """Returns the context of other `rows`."""
         return dataclasses.replace(self, **rows)
 

@@ -102,6 +102,8 @@ def _by_expert(experts_NxK, count, bound, expected, most=None):
     tiles = (experts_NxK.size + count * (rows - 1)) // rows
     tiles = min(tiles, count * -(-bound // rows))
     sizes = jnp.bincount(experts_NxK.reshape(-1), length=count)
+    # An expert fills whole tiles, so that a tile has one expert: at most rows - 1 rows of each are
+    # empty.  The number of tiles is the static bound, as shapes cannot follow the data.
     tiles_E = -(-jnp.minimum(sizes, most) // rows)
     ends = jnp.cumsum(tiles_E)
     plan = _place(experts_NxK, sizes, most, rows * (ends - tiles_E), tiles * rows)
@@ -120,6 +122,8 @@ def _place(experts_NxK, sizes, most, first_rows, total):
       total: number of rows.
     """
     flat, choices = experts_NxK.reshape(-1), experts_NxK.size
+    # Stable, so of more choices than an expert has rows the later tokens lose theirs.  A choice's
+    # rank within its expert is its place less the choices of the experts before.
     order = jnp.argsort(flat, stable=True)
     expert = flat[order]
     rank = jnp.arange(choices) - (jnp.cumsum(sizes) - sizes)[expert]
@@ -161,6 +165,7 @@ class Exchange(NamedTuple):
         return collect(self._travel(collect(y_SxD, self.received)[:, 0]), self.sent)
 
     def _travel(self, rows):
+        # Its own inverse: block i of device j becomes block j of device i.
         return lax.all_to_all(rows, self.axis, 0, 0, tiled=True)
 
 
@@ -179,6 +184,9 @@ def exchange(
     rows = exchanged_rows(config, tokens, devices)
     sizes = jnp.bincount(experts_NxK.reshape(-1), length=config.experts)
     limit = bound if most is None else most
+    # Every device gets the same number of rows from each other one, filled from the front:
+    # collectives of jax have static shapes.  The counts travel too, and say which rows are real
+    # and whose.
     kept = jnp.minimum(sizes, limit).reshape(devices, local)
     first = jnp.cumsum(kept, 1) - kept + rows * jnp.arange(devices)[:, None]
     sent = _place(experts_NxK, sizes, limit, first.reshape(-1), devices * rows)
@@ -281,6 +289,7 @@ class Experts(nnx.Module):
         most = None
         if real_N is not None:
             most = real_capacity(self.config, experts_NxK, real_N.sum())
+            # The number after the last expert: a choice of it gets no row.
             experts_NxK = jnp.where(real_N[:, None], experts_NxK, self.config.experts)
         if shard.expert_axis is None:
             sent, tiles_T = dispatch(self.config, experts_NxK, most=most)

@@ -66,7 +66,7 @@ from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import module_arrays
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
@@ -200,6 +200,7 @@ class Block(Mlp):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
         y_BxTxD = self.attn_out.product(attended, shard.reduce)
+        # One kernel adds the bias and the residual and normalises, where a platform has it.
         if self._adds_at_once and (
             fused := shard.add_and_normalise(
                 self.norm2,
@@ -285,13 +286,13 @@ class Block(Mlp):
             parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
             return [part.reshape(B, T, -1, width) for part in parts]
         qkv = self.qkv.product(x_BxTxD, shard.reduce_features)
-        if dispatch.platform() == "tpu":
+        if dispatch.on(platforms.HEADS_KERNEL):
             tiled = importlib.import_module("sparse_dataflow.chips.tpu.heads")
             if parts := tiled.split(self.qkv.bias, qkv, group, width):
                 return parts
         qkv = self.qkv.plus_bias(qkv).reshape(B, T, -1, group + 2, width)
         if group == 1:
-            if dispatch.platform() == "cpu":
+            if dispatch.on(platforms.JOINED_SPLITS):
                 # The gradient of a split joins its parts in one copy.
                 return [part[:, :, :, 0] for part in lax.split(qkv, (1, 1, 1), axis=3)]
             return jnp.moveaxis(qkv, 3, 0)
@@ -391,43 +392,25 @@ def block(
     context: BatchContext = NO_CONTEXT,
     shard: Shard = UNSHARDED,
     attend: Callable = causal_attention,
-) -> jax.Array:
-    """Middle section: [B, T, D] -> [B, T, D], with the `layer_weights` of one layer.
+) -> tuple[jax.Array, Metrics]:
+    """Middle section: [B, T, D] -> ([B, T, D], metrics), with the `layer_weights` of one layer.
 
     Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`.
+    The gradient of a single block needs `with_auxiliary_losses`.
     """
-    return measured_block(config, weights, x_BxTxD, context, shard, attend)[0]
-
-
-def measured_block(
-    config: ModelConfig,
-    weights: dict,
-    x_BxTxD: jax.Array,
-    context: BatchContext = NO_CONTEXT,
-    shard: Shard = UNSHARDED,
-    attend: Callable = causal_attention,
-) -> tuple[jax.Array, Metrics]:
-    """Returns `block` and its metrics."""
     module = bind_block(config, shard.local(weights))
     return module.residuals(x_BxTxD, context, shard, attend)[1:]
 
 
-def trained_block(
-    config: ModelConfig,
-    weights: dict,
-    x_BxTxD: jax.Array,
-    context: BatchContext = NO_CONTEXT,
-    shard: Shard = UNSHARDED,
-    attend: Callable = causal_attention,
-) -> tuple[jax.Array, Metrics]:
-    """Returns `measured_block`, whose gradient has the auxiliary losses of its experts too."""
-    x_BxTxD, metrics = measured_block(config, weights, x_BxTxD, context, shard, attend)
-    if config.experts:
-        from sparse_dataflow.core.model.experts import auxiliary_loss, with_loss
+def with_auxiliary_losses(
+    config: ModelConfig, x: jax.Array, metrics: Metrics, context: BatchContext, shard: Shard
+) -> jax.Array:
+    """Returns the output of a block, whose gradient has the auxiliary losses of its experts too."""
+    if not config.experts:
+        return x
+    from sparse_dataflow.core.model.experts import auxiliary_loss, with_loss
 
-        share = context.routed * shard.devices
-        x_BxTxD = with_loss(x_BxTxD, auxiliary_loss(config, metrics) / share)
-    return x_BxTxD, metrics
+    return with_loss(x, auxiliary_loss(config, metrics) / (context.routed * shard.devices))
 
 
 def bind_block(config: ModelConfig, weights: dict) -> Block:
@@ -486,13 +469,14 @@ def head_loss(
     x = head(config, params, x_BxTxD, shard)
     targets_BxT, weights_BxT, teacher_hidden = (
         context.targets,
-        context.weights,
+        context.token_weights,
         context.teacher_hidden,
     )
     if shard.vocabulary:
         x = shard.gather(x)
     else:
         targets_BxT, weights_BxT = (shard.slice(a, axis=1) for a in (targets_BxT, weights_BxT))
+        # Several devices have the same rows, and the sum over devices counts each of them.
         weights_BxT = weights_BxT / shard.equal_rows
         teacher_hidden = None if teacher_hidden is None else shard.slice(teacher_hidden, axis=1)
     x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
@@ -534,6 +518,7 @@ def head_scores(
       token).
     """
     x = shard.gather(x_BxTxD)
+    # Devices share either the vocabulary, and each scores all places, or the places.
     local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
     x_SxD = head(config, params, _rows(x)[local], shard)
     losses, largest = cross_entropy.token_scores(

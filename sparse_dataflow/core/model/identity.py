@@ -12,7 +12,7 @@ from sparse_dataflow.core.weights.kind import is_table
 _OUTPUT_NORMS = ("norm1_out", "norm2_out")
 
 
-def as_identity(layer: Mapping[str, Any]) -> dict[str, Any]:
+def as_identity(layer: Mapping[str, object]) -> dict[str, Any]:
     """Returns the parameters of a layer, or of its experts, with outputs of zero.
 
     Of the projections that write to the residual stream, what has output features is zero: a

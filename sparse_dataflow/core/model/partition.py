@@ -10,9 +10,10 @@ from typing import Any
 import jax
 
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.left_out import is_left_out
-from sparse_dataflow.core.weights.kind import is_table
+from sparse_dataflow.core.weights.kind import TABLE, leaf_of
 
 
 def trained_and_rest(
@@ -28,10 +29,10 @@ def trained_and_rest(
     return adapters.factors(params), adapters.frozen(model, params, adapter_scale)
 
 
-def without_tables(params: Any) -> tuple[Any, Any]:
+def without_tables(params: object) -> tuple[Any, Any]:
     """Returns a parameter tree as (what is trained, the tables of its weights).
 
-    The second tree is () for a model without tables.  `adapters.merged` is the inverse.
+    The second tree is () for a model without tables.  `merged` is the inverse.
 
     Args:
       params: of a model without adapters.
@@ -41,7 +42,34 @@ def without_tables(params: Any) -> tuple[Any, Any]:
 
 
 def _is_table(path):
-    return is_table(path[-1].key) or is_left_out(path)
+    leaf = leaf_of(path)
+    return (leaf is not None and leaf.role == TABLE) or is_left_out(path)
+
+
+def legal(model: ModelConfig, params: object, rest: object) -> Any:
+    """Returns trained parameters, or those of a section, as the kinds of their weights keep them
+    legal after any update; see `Weight.project`.
+
+    Args:
+      rest: see `TrainState`; has the tables of the weights.
+    """
+
+    def projected(name, tree, others):
+        if isinstance(tree, tuple):
+            return tuple(projected(name, *each) for each in zip(tree, others or ((),) * len(tree)))
+        if name in PROJECTIONS:
+            kind = model.linear(name).weight
+            if not kind.leaves().keys() & tree.keys():
+                return tree  # Adapters of a weight that is not trained.
+            arrays = kind.project({**dict(others or {}), **tree})
+            return {n: arrays.get(n, array) for n, array in tree.items()}
+        if not isinstance(tree, dict):
+            return tree
+        return {
+            n: projected(n, inner, others[n] if n in others else ()) for n, inner in tree.items()
+        }
+
+    return projected("", params, rest)
 
 
 def part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:
@@ -67,3 +95,15 @@ def part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:
 def _is_groups(tree):
     # A map over a model may leave other tuples in place of arrays.
     return type(tree) is tuple and all(type(group) is dict for group in tree)
+
+
+def merged(params: Any, base: Any) -> Any:
+    """Returns one tree with the leaves of both, of which one may be () for nothing."""
+    if type(params) is tuple and not params:
+        return base
+    if type(base) is tuple and base:
+        return tuple(map(merged, params, base))
+    if not isinstance(base, dict):
+        return params
+    both = {name: merged(params[name], tree) for name, tree in base.items() if name in params}
+    return {**base, **params, **both}

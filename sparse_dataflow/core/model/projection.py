@@ -13,30 +13,28 @@ from flax import nnx
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
-from sparse_dataflow.core.weights.kind import LAYOUT, Weight, stored_form, with_term
+from sparse_dataflow.core.weights.kind import BIAS_NAME, LAYOUT, Weight, Wrapper, with_term
 from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
-from sparse_dataflow.core.weights.wrapper import Wrapper
 
 
 def linear(config: ModelConfig, projection: str, arrays: Mapping[str, Any]) -> Linear:
     """Returns a projection from its arrays, as parameter trees name them.
 
-    The spec says how a weight is computed; which arrays there are says how it is stored, and
-    whether it has an added term and a bias.
+    The spec says of which kind a weight is; which arrays there are says whether it has another
+    stored form of the kind, an added term and a bias.
 
     Args:
       arrays: the arrays, also stacked over layers or experts, of any dtype; with the layout of a
         weight that stores blocks, and wrappers of the stored weight without a base.
     """
-    form = stored_form(arrays)
-    assert form is not None, f"no weight has the arrays {', '.join(arrays)}"
-    weight = form.from_arrays(arrays, config.precision)
+    spec = config.linear(projection)
+    weight = spec.weight.form(arrays).from_arrays(arrays, config.precision)
     for wrapper in arrays.values():
         if isinstance(wrapper, Wrapper):
             weight = wrapper.around(weight)
-    if width := config.linear(projection).hadamard:
-        weight = Hadamard(weight, width)
-    return Linear(with_term(weight, arrays), arrays.get("bias"))
+    if spec.hadamard:
+        weight = Hadamard(weight, spec.hadamard)
+    return Linear(with_term(weight, arrays), arrays.get(BIAS_NAME))
 
 
 def arrays(linear: Linear) -> dict[str, Any]:
@@ -112,7 +110,7 @@ def without_layout(linear: Linear) -> Linear:
     return _with_stored(linear, without)
 
 
-def with_threshold(linear: Linear, level: Any) -> Linear:
+def with_threshold(linear: Linear, level: object) -> Linear:
     """Returns a projection whose weight is `Thresholded`."""
     return _with_stored(linear, lambda stored: Thresholded(stored, level))
 
@@ -137,7 +135,7 @@ def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -
     draw_normal = functools.partial(normal, rngs)
     parameters = spec.weight.draw(spec, sides, gain, draw_normal, layout)
     if projection in config.biases:
-        parameters["bias"] = jnp.zeros(sides[1])
+        parameters[BIAS_NAME] = jnp.zeros(sides[1])
     if spec.term:
         parameters |= spec.term.draw(spec, sides, gain, draw_normal)
     if layout is not None:

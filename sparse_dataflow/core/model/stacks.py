@@ -24,7 +24,7 @@ from sparse_dataflow.core.layouts.layout import (
     index_tables,
     stack_layouts,
 )
-from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.model import partition
 from sparse_dataflow.core.model.partition import part
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.weights.kind import LAYOUT, leaf_of
@@ -57,7 +57,7 @@ def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> Any:
     return layout_tree(model, join_groups(groups)) if layouts else ()
 
 
-def layout_tree(model: ModelConfig, layouts: Any) -> Any:
+def layout_tree(model: ModelConfig, layouts: object) -> Any:
     """Returns `layouts_by_name` as a tree like the params; () for none."""
 
     def tree(group):
@@ -71,15 +71,15 @@ def layout_tree(model: ModelConfig, layouts: Any) -> Any:
     return {"blocks": join_groups(list(map(tree, groups)))} if any(groups) else ()
 
 
-def layer_with_layouts(model: ModelConfig, layer: dict, layouts: Mapping[str, Any]) -> dict:
+def layer_with_layouts(model: ModelConfig, layer: dict, layouts: Mapping[str, object]) -> dict:
     """Returns the parameters of a layer with its `layouts_by_name`."""
-    return adapters.merged(layer, layout_tree(model, layouts)["blocks"]) if layouts else layer
+    return partition.merged(layer, layout_tree(model, layouts)["blocks"]) if layouts else layer
 
 
-def with_layouts(model: ModelConfig, rest: Any, layouts: Layouts | None = None) -> Any:
+def with_layouts(model: ModelConfig, rest: object, layouts: Layouts | None = None) -> Any:
     """Returns what is not trained of a model with `stored_layouts` in place of its own."""
     others, _ = split_layouts(rest)
-    return adapters.merged(others, stored_layouts(model, layouts))
+    return partition.merged(others, stored_layouts(model, layouts))
 
 
 class Place(NamedTuple):
@@ -99,7 +99,7 @@ def place_of(path: tuple) -> Place:
     return Place(group_index_of_path(path), path[-2].key)
 
 
-def layouts_by_place(tree: Any) -> dict[Place, LayoutTables]:
+def layouts_by_place(tree: object) -> dict[Place, LayoutTables]:
     """Returns the layouts of a tree like the params, or like those of a layer."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_layout)
     return {place_of(path): index_tables(node) for path, node in nodes if _is_layout(node)}
@@ -128,7 +128,7 @@ def layouts_by_name(tree: Any) -> Any:
     )
 
 
-def layouts_of(model: ModelConfig, tree: Any) -> Layouts:
+def layouts_of(model: ModelConfig, tree: object) -> Layouts:
     """Returns the layouts of each layer from a tree with concrete ones; see `stored_layouts`."""
     layouts: Layouts = {}
     for group in split_groups(layouts_by_name(tree)):
@@ -142,7 +142,7 @@ def _is_layout(node):
     return isinstance(node, LayoutTables | FixedTables)
 
 
-def map_layouts(function: Callable[[LayoutTables], Any], tree: Any) -> Any:
+def map_layouts(function: Callable[[LayoutTables], Any], tree: object) -> Any:
     """Returns the tree with `function` of each layout."""
     return jax.tree.map(
         lambda node: function(index_tables(node)) if _is_layout(node) else node,
@@ -151,7 +151,7 @@ def map_layouts(function: Callable[[LayoutTables], Any], tree: Any) -> Any:
     )
 
 
-def map_placed_layouts(function: Callable[[Place, LayoutTables], Any], tree: Any) -> Any:
+def map_placed_layouts(function: Callable[[Place, LayoutTables], Any], tree: object) -> Any:
     """Returns the tree with `function` of each layout and its place."""
     return jax.tree_util.tree_map_with_path(
         lambda path, node: (
@@ -162,7 +162,7 @@ def map_placed_layouts(function: Callable[[Place, LayoutTables], Any], tree: Any
     )
 
 
-def map_arrays(function: Callable, tree: Any, *others: Any) -> Any:
+def map_arrays(function: Callable, tree: object, *others: object) -> Any:
     """Returns the tree with `function` of each leaf that is of no layout."""
     return jax.tree.map(
         lambda node, *more: node if _is_layout(node) else function(node, *more),
@@ -172,13 +172,13 @@ def map_arrays(function: Callable, tree: Any, *others: Any) -> Any:
     )
 
 
-def with_groups(tree: Any) -> Any:
+def with_groups(tree: object) -> Any:
     """Returns a tree whose concrete layouts are tables with the groups that all layers of a stack
     share, if they do."""
     return map_layouts(LayoutTables.with_groups, tree)
 
 
-def split_layouts(tree: Any) -> tuple[Any, Any]:
+def split_layouts(tree: object) -> tuple[Any, Any]:
     """Returns a tree as (what is no layout, its layouts); () for nothing."""
     if not tree:
         return (), ()
@@ -186,7 +186,7 @@ def split_layouts(tree: Any) -> tuple[Any, Any]:
     return others or (), part(tree, lambda path: path[-1].key == LAYOUT) or ()
 
 
-def layers(blocks: Any) -> Iterator[dict]:
+def layers(blocks: object) -> Iterator[dict]:
     """Yields the parameters of each layer in order, from the stacked trees."""
     for stacked in split_groups(map_layouts(lambda layout: layout, blocks)):
         for i in range(len(jax.tree.leaves(stacked)[0])):
@@ -242,7 +242,7 @@ class ModelWeights:
     @property
     def merged(self) -> dict:
         """All parameters, trained and not, in one tree."""
-        return adapters.merged(self.params, self.rest)
+        return partition.merged(self.params, self.rest)
 
     @property
     def has_layouts(self) -> bool:
@@ -272,7 +272,7 @@ class ModelWeights:
         return layer_weights(config, self.merged)
 
 
-def weights_of(params: Any, rest: Any = ()) -> ModelWeights:
+def weights_of(params: object, rest: object = ()) -> ModelWeights:
     """Returns the weights of a model, whose layouts are fixed where their tables are in numpy."""
     weights = ModelWeights(params, rest)
     leaves = jax.tree.leaves(split_layouts(weights.merged)[1])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config.activations import ACTIVATIONS
-from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.ops import derivatives, dispatch, platforms
 from sparse_dataflow.core.ops.derivatives import elementwise
 
 
@@ -41,7 +41,7 @@ def _on_cpu_wide(function, again=False):
     """
 
     def wide(x, *others):
-        if dispatch.platform() != "cpu" or x.dtype == derivatives.wide(x.dtype):
+        if not dispatch.on(platforms.ROUNDED_OPERATIONS) or x.dtype == derivatives.wide(x.dtype):
             return function(x, *others)
         if again:
             x, others = derivatives.again(x, others)

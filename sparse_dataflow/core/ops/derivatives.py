@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.files.errors import UserError
 
 
@@ -265,13 +265,14 @@ ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
 
 
-def again(saved: Any, dy: Any) -> tuple[Any, Any]:
+def again(saved: object, dy: object) -> tuple[Any, Any]:
     """Return both, for a backward pass that computes again what the forward pass did not save.
 
     Else XLA keeps what both passes compute, in float32, or computes it in the forward pass already.
     A GPU needs no barrier, which would end a fusion.
     """
-    return lax.optimization_barrier((saved, dy)) if dispatch.platform() == "cpu" else (saved, dy)
+    merged = dispatch.on(platforms.MERGED_PASSES)
+    return lax.optimization_barrier((saved, dy)) if merged else (saved, dy)
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:

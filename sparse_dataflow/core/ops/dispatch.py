@@ -53,6 +53,11 @@ def platform() -> str:
     return "gpu" if name in ("cuda", "rocm") else name
 
 
+def on(platforms: tuple[str, ...]) -> bool:
+    """Return whether the target platform is one of those with a trait of `platforms`."""
+    return platform() in platforms
+
+
 def sharding_refusal() -> str:
     """Return why a Pallas kernel cannot run here; empty if it can.
 
@@ -89,7 +94,7 @@ def log_choice(op: str, name: str, platform: str, reason: str = "") -> None:
     logging.info("%s: implementation %s on %s%s", op, name, platform, because)
 
 
-def equally_varying(*operands: Any) -> Any:
+def equally_varying(*operands: object) -> Any:
     """Returns operands (pytrees) that all vary over the same axes of `shard_map`.
 
     A custom gradient of an operand that varies less than another would vary too much.  JAX sums the
@@ -111,7 +116,7 @@ def _varying(operand):
     return aval.vma if manual is None else manual.varying
 
 
-def over_auto_axes(function: Callable, x: jax.Array, *others: Any) -> jax.Array | None:
+def over_auto_axes(function: Callable, x: jax.Array, *others: object) -> jax.Array | None:
     """Returns `function(x, *others)` of a product with x on a mesh with Explicit axes, else None.
 
     Products split and merge axes in ways for which JAX asks how the result is sharded.  Within
@@ -141,8 +146,8 @@ class Implementation(NamedTuple):
 
     Attributes:
       module: its module in the op's folder, or with a leading dot in the package, as those of
-        chips are.  Its function `refusal` takes the operands and returns why it cannot run them,
-        empty if it can; a module without one runs all.
+        chips are.  Its function `<op>_refusal` takes the operands and returns why it cannot run
+        them, empty if it can; a module without one runs all.
       platform: the only platform that it runs on; empty for all.
       partitioned: whether XLA can partition it over devices, unlike a Pallas kernel.
     """
@@ -168,10 +173,15 @@ class Op:
     implementations: Mapping[str, Implementation]
     fallback: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        """The name of the op's folder, with which its functions are named."""
+        return self.package.rpartition(".")[2]
+
     def platform_implementations(self) -> list[str]:
         """Returns the implementations for the target platform alone, in order."""
-        here = platform()
-        return [name for name, row in self.implementations.items() if row.platform == here]
+        target = platform()
+        return [name for name, row in self.implementations.items() if row.platform == target]
 
     def load(self, name: str) -> ModuleType:
         """Imports an implementation at its first use: compilers of kernels take half a second."""
@@ -179,12 +189,12 @@ class Op:
         root = self.package.partition(".")[0] if module.startswith(".") else f"{self.package}."
         return importlib.import_module(root + module)
 
-    def refusal(self, name: str, *operands: Any, **options: Any) -> str:
+    def implementation_refusal(self, name: str, *operands: object, **options: object) -> str:
         """Returns why an implementation cannot run operands here; empty if it can."""
         row = self.implementations[name]
         if row.platform not in ("", platform()):
             return f"it runs on {row.platform}, and this is {platform()}."
-        refusal = getattr(self.load(name), "refusal", lambda *operands: "")
+        refusal = getattr(self.load(name), f"{self.name}_refusal", lambda *operands: "")
         return refusal(*operands, **options)
 
     def check(self, name: str, *operands: Any) -> None:
@@ -196,11 +206,11 @@ class Op:
         if name not in self.implementations:
             legal = ", ".join(self.implementations)
             raise UserError(f"implementation {name!r} is unknown; legal: {legal}.")
-        if reason := self.refusal(name, *operands):
+        if reason := self.implementation_refusal(name, *operands):
             legal = ", ".join(self.fallback)
             raise UserError(f"implementation {name!r} cannot run: {reason} Legal here: {legal}.")
 
-    def module(self, implementation: str | None, *operands: Any) -> ModuleType:
+    def module(self, implementation: str | None, *operands: object) -> ModuleType:
         """Returns the module of a named implementation, or of the platform's first that can run
         operands if None.
 
@@ -212,15 +222,14 @@ class Op:
         self.check(implementation, *operands)
         return self.load(implementation)
 
-    def choose(self, names: Iterable[str], *operands: Any, **options: Any) -> str:
+    def choose(self, names: Iterable[str], *operands: object, **options: object) -> str:
         """Returns the first of names that can run operands, else the fallback; logs which and why.
 
-        Options go to `refusal` of the implementations.
+        Options go to `<op>_refusal` of the implementations.
         """
         reasons = []
-        op = self.package.rpartition(".")[2]
-        for name in () if op in _without.get() else names:
-            reason = self.refusal(name, *operands, **options)
+        for name in () if self.name in _without.get() else names:
+            reason = self.implementation_refusal(name, *operands, **options)
             if not reason and not self.implementations[name].partitioned:
                 reason = sharding_refusal()
             if not reason:
@@ -228,5 +237,5 @@ class Op:
             reasons.append(reason)
         else:
             name = self.fallback[-1]
-        log_choice(op, name, platform(), " ".join(reasons))
+        log_choice(self.name, name, platform(), " ".join(reasons))
         return name

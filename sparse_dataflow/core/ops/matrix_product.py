@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.ops import derivatives, dispatch, platforms
 
 
 def copies(dtype: jnp.dtype) -> bool:
     """Return whether products of such matrices are faster with a transposed copy."""
-    return dtype != derivatives.wide(dtype) and dispatch.platform() == "cpu"
+    return dtype != derivatives.wide(dtype) and dispatch.on(platforms.SLOW_TRANSPOSED)
 
 
 def transposed(a: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ to new layouts.
 """
 
 import functools
+import itertools
+import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.core.config.layer_groups import group_index_of_path, split_groups
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import factories
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY, weight_axes
@@ -33,20 +36,64 @@ class WeightStates(NamedTuple):
     states: Any
 
 
-def init(training: TrainingConfig, params: Any) -> Any:
-    """Returns the states of params, or of a section of them."""
+def init(training: TrainingConfig, params: Any, first_layer: int = 0) -> Any:
+    """Returns the states of params, or of some of their sections.
+
+    A random key is folded with the place of its weight: each weight has its own noise, and the same
+    one under every executor.
+
+    Args:
+      first_layer: number of the first layer of the params.
+    """
+    groups = split_groups(params["blocks"]) if "blocks" in params else ()
+    layers = [len(leaves[0]) if (leaves := jax.tree.leaves(group)) else 0 for group in groups]
+    starts = list(itertools.accumulate(layers, initial=first_layer))
+
+    def init_weight(weight, *place, name):
+        arrays = jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight))
+        return tuple(_folded(jnp.asarray(array), name, *place) for array in arrays)
 
     def init_leaf(path, leaf):
-        init_weight = lambda weight: tuple(  # noqa: E731
-            map(
-                jnp.asarray,
-                jax.tree.leaves(factories.transformation(training, 0.0, 0.0).init(weight)),
-            )
-        )
+        stack = leaf.shape[: leaf.ndim - weight_axes(path)]
+        place = np.indices(stack, np.uint32)
+        if path[0].key == "blocks":
+            place[0] += np.uint32(starts[group_index_of_path(path)])
+        name = ".".join(str(key.key) for key in path if hasattr(key, "key"))
+        new = functools.partial(init_weight, name=zlib.crc32(name.encode()))
         names = axis_names(training, _weight_shape(path, leaf))
-        return WeightState(_over_stack(init_weight, path, leaf)(leaf), names)
+        return WeightState(_over_stack(new, path, leaf)(leaf, *place), names)
 
     return jax.tree_util.tree_map_with_path(init_leaf, params)
+
+
+_KEYS = {(2,): "threefry2x32", (4,): "rbg"}
+"""Shape of a random key's data, uint32 -> its kind."""
+
+
+def _folded(array, *place):
+    """Returns an array of a new state; the data of a random key folded with the weight's place."""
+    if array.dtype != jnp.uint32 or array.shape not in _KEYS:
+        return array
+    key = jax.random.wrap_key_data(array, impl=_KEYS[array.shape])
+    return jax.random.key_data(functools.reduce(jax.random.fold_in, place, key))
+
+
+def with_new_keys(array: Any, is_new: np.ndarray) -> Any:
+    """Returns an array of a state; where it holds random keys, those of new weights folded with
+    their places.
+
+    Args:
+      array: with the axes of `is_new` first.
+      is_new: bool, of a stack of weights.
+    """
+    if array.dtype != np.uint32 or array.shape[is_new.ndim :] not in _KEYS:
+        return array
+    folded = _folded
+    for _ in is_new.shape:
+        folded = jax.vmap(folded)
+    place = np.indices(is_new.shape, np.uint32)
+    keys = jnp.where(is_new[..., None], folded(jnp.asarray(array), *place), array)
+    return np.asarray(keys) if isinstance(array, np.ndarray) else keys
 
 
 def _weight_shape(path, param):
@@ -80,6 +127,7 @@ def update(
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
     columns = (jax.tree.leaves(tree) for tree in (params, rates, decays))
+    # A state is a tree of its own under each parameter, so it is cut where the parameters end.
     leaf_states = structure.flatten_up_to(states)
     updated = [
         leaf_step(path, gradient, *others)
@@ -94,7 +142,7 @@ def update_leaf(
     gradient: jax.Array,
     state: WeightState,
     param: jax.Array,
-    rate: Any,
+    rate: object,
     decay: float,
     rows: int | None = None,
 ) -> tuple[jax.Array, WeightState]:

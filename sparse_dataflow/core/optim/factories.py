@@ -62,7 +62,7 @@ def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
     return optax.with_extra_args_support(chain)
 
 
-def averaged(training: TrainingConfig, state: Any, weight: Any) -> Any:
+def averaged(training: TrainingConfig, state: object, weight: object) -> Any:
     """Returns the weight that schedule-free learning evaluates; other optimizers keep the weight.
 
     Args:
@@ -191,6 +191,7 @@ def _try(name, make):
             weights,
             jax.tree.map(jnp.asarray, _user_optimizer(name, make, 1e-3, 0.0).init(weights)),
         )
+        # A scan, so that the steps are one small program.
         (moved, _), _ = jax.lax.scan(step, begun, length=_TRIED_STEPS)
         return jax.tree.map(jnp.subtract, moved, weights)
 

@@ -1,7 +1,8 @@
-"""Whether a training state is good: its weights and moments are finite.
+"""Whether a training state is good: all of its numbers are finite.
 
-Checked when a checkpoint is saved and when it is restored. A memory fault may break a value after
-the step that computed it, and a second moment of infinity only stops its weight.
+Checked when a training saves and in `Checkpoints.restore`, for every reader. A memory fault may
+break a value after the step that computed it, and a second moment of infinity only stops its
+weight.
 """
 
 import functools
@@ -15,29 +16,34 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sparse_dataflow.core.optim.optimizers import group_of
 
+_WORDS = {"params": "parameters", "frozen": "other weights", "rest": "other weights"}
+"""Part of a state -> its name for users, where they differ."""
+
 _HOST_VALUES = 2**24
 """Values of a host array that are checked at once, so that temporary arrays stay small."""
 
 
-def non_finite(state: Any) -> list[str]:
+def non_finite(state: object) -> list[str]:
     """Returns what of a state is not finite, such as "moments of blocks.qkv"; [] for a good state.
 
-    Weights so large that their norm is not finite are named too. Of arrays over several processes
-    all must call it, and get the same answer.
+    Trained weights so large that their norm is not finite are named too. Of arrays over several
+    processes all must call it, and get the same answer.
+
+    Args:
+      state: a `TrainState`, the arrays of its checkpoint, or any tree of named parts.
     """
-    kinds = {"parameters": state.params, "moments": state.moments}
     arrays = [
-        (kind, group_of(path) or "the optimizer", leaf)
-        for kind, tree in kinds.items()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        (jax.tree_util.keystr(path[:1], simple=True), group_of(path[1:]), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
     ]
-    flags = _flags([leaf for *_, leaf in arrays], [kind == "parameters" for kind, *_ in arrays])
+    flags = _flags([leaf for *_, leaf in arrays], [field == "params" for field, *_ in arrays])
     broken: dict[str, dict[str, None]] = {}
-    for (kind, group, _), is_finite in zip(arrays, flags, strict=True):
+    for (field, group, _), is_finite in zip(arrays, flags, strict=True):
         if not is_finite:
-            broken.setdefault(kind, {})[group] = None
-    return [f"{kind} of {', '.join(groups)}" for kind, groups in broken.items()]
+            group = group or ("the optimizer" if field == "moments" else "the state")
+            broken.setdefault(_WORDS.get(field, field), {})[group] = None
+    return [f"{words} of {', '.join(groups)}" for words, groups in broken.items()]
 
 
 def _flags(leaves: Sequence[Any], by_norm: Sequence[bool]) -> list[bool]:
@@ -45,7 +51,7 @@ def _flags(leaves: Sequence[Any], by_norm: Sequence[bool]) -> list[bool]:
     flags = [True] * len(leaves)
     on_devices: dict[frozenset, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, jax.Array) and not _is_on_host(leaf):
             on_devices.setdefault(frozenset(leaf.sharding.device_set), []).append(i)
         else:
             flags[i] = _is_finite_on_host(leaf, by_norm[i])
@@ -57,6 +63,11 @@ def _flags(leaves: Sequence[Any], by_norm: Sequence[bool]) -> list[bool]:
         for i, value in zip(indices, values, strict=True):
             flags[i] = bool(value)
     return flags
+
+
+def _is_on_host(leaf: jax.Array) -> bool:
+    """Returns whether numpy reads an array in place: a check of it then compiles no program."""
+    return leaf.is_fully_addressable and [d.platform for d in leaf.devices()] == ["cpu"]
 
 
 @functools.lru_cache(8)
@@ -77,7 +88,8 @@ def _replicated(arrays: Sequence[jax.Array]) -> NamedSharding | None:
 
 
 def _is_finite_on_host(array: np.ndarray, by_norm: bool) -> bool:
-    values = np.asarray(array).reshape(-1)
+    with jax.transfer_guard("allow"):
+        values = np.asarray(array).reshape(-1)
     chunks = (values[i : i + _HOST_VALUES] for i in range(0, values.size, _HOST_VALUES))
     with np.errstate(over="ignore", invalid="ignore"):
         if by_norm:

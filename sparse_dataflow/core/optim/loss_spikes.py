@@ -6,6 +6,8 @@ standard deviations above the mean of the last 128 losses.  Rolling back follows
 2204.02311, section 5.1): restart from a checkpoint before the spike and go on with other batches.
 In both cases the step number, and with it the batch and the learning rate, keeps advancing.
 
+A change of the model or of its layouts begins a new history: the losses before say nothing of it.
+
 The decision depends only on the step's loss, which is equal on all devices and processes, and on
 the losses stored here, which checkpoints save.  So all processes decide alike, and a resumed run
 decides as an undisturbed one.

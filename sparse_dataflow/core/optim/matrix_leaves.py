@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
     LEAVES,
@@ -9,7 +11,6 @@ from sparse_dataflow.core.weights.kind import (
     ROLE_AXES,
     ROUTER,
     leaf_of,
-    stored_form,
 )
 
 VOCABULARY = ("tokens", "output", "output_bias")
@@ -44,25 +45,28 @@ def has_muon(path: tuple) -> bool:
     return leaf is not None and leaf.has_muon
 
 
-def without_muon(tree: Any) -> Any:
+def without_muon(tree: object, module: str = "") -> Any:
     """Returns a tree like the params without the leaves that Muon updates."""
-    if isinstance(tree, dict):
-        names = [n for n in tree if not (n in LEAVES and LEAVES[n].has_muon)]
-        return {name: without_muon(tree[name]) for name in names}
-    return tuple(map(without_muon, tree)) if isinstance(tree, tuple) else tree
+    if isinstance(tree, tuple):
+        return tuple(without_muon(each, module) for each in tree)
+    if not isinstance(tree, dict):
+        return tree
+    dropped = {n for n in tree if n in LEAVES and LEAVES[n].has_muon and module in PROJECTIONS}
+    return {name: without_muon(tree[name], name) for name in tree if name not in dropped}
 
 
-def update_scales(params: Any) -> Any:
+def update_scales(model: ModelConfig, params: Any, module: str = "") -> Any:
     """Returns the factors of Muon's updates, see `Weight.update_scales`, of params or a section.
 
     Returns:
       A tree like the params that lacks what has no factor.
     """
     if isinstance(params, tuple):
-        return tuple(map(update_scales, params))
-    if form := stored_form(params):
-        return form.update_scales(params)
-    scales = {n: update_scales(p) for n, p in params.items() if isinstance(p, dict | tuple)}
+        return tuple(update_scales(model, each) for each in params)
+    if module in PROJECTIONS:
+        return model.linear(module).weight.update_scales(params)
+    inner = {n: p for n, p in params.items() if isinstance(p, dict | tuple)}
+    scales = {name: update_scales(model, tree, name) for name, tree in inner.items()}
     return {name: tree for name, tree in scales.items() if tree}
 
 

@@ -41,7 +41,7 @@ def matrix_updates(
     return jax.lax.map(update, (momentum, gradient))
 
 
-def matrices_like(params: Any, weights: ModelWeights | None) -> Any:
+def matrices_like(params: object, weights: ModelWeights | None) -> Any:
     """Returns the matrices of each array of a tree like the params; see `muon.matrices_of`.
 
     Args:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.model import left_out
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER, TERMS
@@ -29,7 +29,7 @@ SPARSE_RATE_DENSITY = 1 / 8
 
 TURNED_DENSE_RATE = {"adamw": 2.0, "muon": 4.0}
 """Learning-rate multiplier of a dense weight that was block-sparse in an earlier phase, by
-optimizer; docs/quality.md compares others."""
+optimizer; docs/evidence/quality.md compares others."""
 
 
 @functools.cache
@@ -83,9 +83,10 @@ def make_optimizer(
             return updates, state
         return _new_rows_alone(updates, new_rows, state.left > 0), state
 
+    # Decay is added before the rate multiplies, and not to the moments (AdamW).
     mask = functools.partial(decay_mask, decayed=training.decayed)
     direction = [
-        _moments(training, mesh),
+        _moments(model, training, mesh),
         optax.add_decayed_weights(training.weight_decay, mask=mask),
     ]
     if not training.is_built_in:
@@ -165,7 +166,7 @@ def _new_rows_alone(updates, rows, alone):
     return jax.tree_util.tree_map_with_path(masked, updates)
 
 
-def _moments(training, mesh):
+def _moments(model, training, mesh):
     """Returns Adam, or Muon for matrices and Adam for the rest.
 
     Its state is optax's of Adam.  `mu` has the first moment of every parameter, which is Muon's
@@ -179,6 +180,8 @@ def _moments(training, mesh):
     if has_muon:
         from sparse_dataflow.core.optim import muon, muon_updates
 
+    # Moments are stored in `state_dtype` and computed in the gradients' dtype: narrow sums would
+    # lose small gradients.
     def rounded(state):
         cast = lambda tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree)  # noqa: E731
         return state._replace(mu=cast(state.mu), nu=cast(state.nu))
@@ -187,6 +190,8 @@ def _moments(training, mesh):
         """Returns `function` of the matrices of trees like the params, and the leaves of `rest`."""
         if not has_muon:
             return rest
+        # Adam's trees have no entry for Muon's matrices, so both are joined by their order: `rest`
+        # has the leaves between the matrices, in the order of the params.
         leaves = iter(jax.tree.leaves(rest))
         return jax.tree_util.tree_map_with_path(
             lambda path, *x: function(*x) if matrix_leaves.has_muon(path) else next(leaves),
@@ -210,7 +215,8 @@ def _moments(training, mesh):
         if has_muon:
             matrices = muon_updates.matrices_like(gradients, weights)
             updates = with_matrices(move, updates, mu, gradients, matrices)
-            updates = matrix_leaves.scaled(updates, matrix_leaves.update_scales(params))
+            scales = matrix_leaves.update_scales(model, params)
+            updates = matrix_leaves.scaled(updates, scales)
         return updates, rounded(small._replace(mu=mu))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -221,7 +227,7 @@ def adam_state(moments: optax.OptState) -> Any:
     return next(entry for entry in moments if hasattr(entry, "mu"))
 
 
-def gradient_arrays(moments: optax.OptState, params: Any) -> Any:
+def gradient_arrays(moments: optax.OptState, params: object) -> Any:
     """Returns a tree of arrays, or shapes, like the gradients of a micro-batch."""
     return next((entry.mu for entry in moments if hasattr(entry, "mu")), params)
 
@@ -308,17 +314,17 @@ def learning_rate_multipliers(
             spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
             sides = model.projection_shape(projection)
         has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(path)
-        density = spec.weight.read_share(name, spec, sides, has_muon)
+        form = spec.term if name in TERMS else spec.weight
+        share = form.read_share(name, spec, sides, has_muon)
+        density = spec.density if name in TERMS else share
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
-        form = spec.term if name in TERMS else spec.weight
-        share = form.read_share(name, spec, sides, has_muon)
         if model.supar and share is not None:
             rate *= SUPAR_WIDTH / (model.d_model * share)
             if has_muon:
                 # Muon's leaves are the matrices.
-                share = spec.weight.muon_inputs(leaf.shape, sides) / sides[0]
+                share = form.muon_inputs(leaf.shape, sides) / sides[0]
                 rate *= math.sqrt(model.d_model * share / SUPAR_WIDTH)
         return rate
 
@@ -362,7 +368,7 @@ class TrainState(NamedTuple):
         return self._replace(rest=merged(self.rest, split_layouts(other.rest)[1]))
 
 
-def at_step(state: TrainState, step: Any) -> TrainState:
+def at_step(state: TrainState, step: object) -> TrainState:
     """Returns a state as the one after `step` steps of the run, int32 [].
 
     What is promised in steps of the run goes on by these steps, also where one was skipped or

@@ -8,7 +8,6 @@ differently.  So an array carries the names of its axes, from the optimizer to t
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +41,13 @@ class WeightState(tuple):
 
     names: Names
 
-    def __new__(cls, arrays: Iterable[Any], names: Names):
+    def __new__(cls, arrays: Iterable[object], names: Names):
         """Returns a state of arrays, whose last axes have these names."""
         state = super().__new__(cls, arrays)
         state.names = names
         return state
 
-    def with_arrays(self, arrays: Iterable[Any]) -> "WeightState":
+    def with_arrays(self, arrays: Iterable[object]) -> "WeightState":
         """Returns a state of other arrays with the same axes."""
         return WeightState(arrays, self.names)
 

@@ -23,7 +23,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.attention_settings import (
     EACH_HEAD,
     SLIDING,
@@ -89,7 +88,6 @@ def stored_fractions(config: ModelConfig) -> dict[str, float]:
     return fractions
 
 
-@arguments.checked
 def flops_per_token(
     config: ModelConfig,
     sequence: int,
@@ -101,6 +99,8 @@ def flops_per_token(
     """Returns the FLOPs per token of a training step or forward pass.
 
     Args:
+      config: the model.
+      sequence: tokens of a sequence, which attention's FLOPs grow with.
       training: whether to count forward and backward pass; False counts the forward pass.
       adapters: whether training freezes everything but the low-rank terms.
       depth: mean share of the blocks that take part in a step; see `DepthSchedule`.
@@ -224,7 +224,6 @@ def mfu(
     return None if peak is None else flops_per_token * tokens_per_second / (devices * peak)
 
 
-@arguments.checked
 def parameter_count(config: ModelConfig) -> int:
     """Counts the stored parameters.
 
@@ -257,6 +256,7 @@ def parameter_count(config: ModelConfig) -> int:
         stored += round(config.stored_layers * fan_in * fan_out * fractions[name]) * copies
         block += fan_out * copies if name in config.biases else 0
         block += round(spec.term.stored(spec, (fan_in, fan_out))) if spec.term else 0
+    # The router's columns.
     block += config.d_model * (config.experts + config.shared_gate)
     return embeddings(config) + stored + config.stored_layers * block + norm
 

@@ -4,55 +4,64 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
+from sparse_dataflow.core import sums
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.programs import Compiled, EvalBatches, HeldOut, TrainingData
 
+Nats = list[tuple[float, float]]
+"""Of each batch, the sum of its weighted losses in nats, and the sum of the weights."""
 
-def nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> list[float]:
-    """Returns the sum of weighted next-token losses of each of `batches`, in nats.
 
-    The executor has put the batches, which have "tokens" and "weights".
+def nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> Nats:
+    """Returns the losses of `batches`, over all processes.
+
+    The executor has put the batches, which have "tokens" and "token_weights".
     """
     return [
-        float(programs.eval_step(weights, batch["tokens"], batch["weights"])) for batch in batches
+        (
+            float(programs.eval_step(weights, batch["tokens"], batch["token_weights"])),
+            float(jnp.sum(batch["token_weights"])),
+        )
+        for batch in batches
     ]
 
 
 def losses(
     data: TrainingData,
     windows: Callable[[Any], tuple[EvalBatches, int]],
-    batch_nats: Callable[[EvalBatches], list[float]],
+    batch_nats: Callable[[EvalBatches], Nats],
 ) -> dict[str, float]:
     """Returns "loss", in nats a token, and "bits_per_byte"; of a mixture also those of each corpus,
     with "/" and its name, and of one corpus "bits_per_byte_error".
 
     The error is the standard error of a mean over the batches, whose windows are of different
-    documents.
+    documents; see `sums.mean`.
 
     The loss of a mixture is that of text drawn with its weights.
 
     Args:
       data: the corpora.
       windows: `data`, or a `HeldOut` of its mixture -> the windows and their UTF-8 bytes.
-      batch_nats: windows -> sum of the losses of each batch.
+      batch_nats: windows -> `nats` of the batches.
     """
 
     def measured(corpus: TrainingData | HeldOut):
         """Returns (nats a token, bits per byte, part of the mixture's bytes in a token)."""
         batches, total_bytes = windows(corpus)
-        each = batch_nats(batches)
-        total = sum(each)
+        batch_sums, counts = zip(*batch_nats(batches), strict=True)
+        total = sum(batch_sums)
         share = getattr(corpus, "weight", 1.0) * total_bytes / batches.total_tokens
-        spread = float(np.std(each, ddof=1)) * math.sqrt(len(each)) if len(each) > 1 else math.nan
-        errors.append(bits_per_byte(spread, total_bytes))
+        error = sums.mean(batch_sums, counts).error
+        if error is not None:
+            errors.append(bits_per_byte(error * batches.total_tokens, total_bytes))
         return total / batches.total_tokens, bits_per_byte(total, total_bytes), share
 
     errors: list[float] = []
     if not data.mixture:
         loss, bits, _ = measured(data)
-        error = {"bits_per_byte_error": errors[0]} if math.isfinite(errors[0]) else {}
+        error = {"bits_per_byte_error": errors[0]} if errors else {}
         return {"loss": loss, "bits_per_byte": bits, **error}
     values = {"loss": 0.0, "bits_per_byte": 0.0}
     token_bytes = 0.0
@@ -61,6 +70,8 @@ def losses(
         values |= {f"loss/{corpus.name}": loss, f"bits_per_byte/{corpus.name}": bits}
         values["loss"] += corpus.weight * loss
         token_bytes += share
+    # Of the mixture: its nats by its bytes.  A mean of the corpora's bits would count a byte by
+    # its corpus.
     values["bits_per_byte"] = bits_per_byte(values["loss"], token_bytes)
     return values
 

@@ -21,7 +21,7 @@ from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.loss_spikes import SpikeHistory, refuse_more_rollbacks
 from sparse_dataflow.core.step_metrics import Load
 from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
-from sparse_dataflow.core.training.phases import Plateau, phase_before, with_next_start
+from sparse_dataflow.core.training.phases import phase_before
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
 from sparse_dataflow.core.training.transitions import Change, change_model, host_masks
 
@@ -61,6 +61,7 @@ class Evolve(Hook):
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params)),
         }
         trainer.write("evolution", row | changed, trainer.step + 1)
+        trainer.model_changed(phase_ends)
 
     def _next_model(self, trainer, batches):
         before = trainer.model
@@ -107,6 +108,9 @@ class SkipSpikes(Hook):
           sigmas: `TrainingConfig.skip_spikes`.
         """
         self._sigmas, self._history = sigmas, SpikeHistory()
+
+    def model_changed(self, new_phase: bool) -> None:
+        self._history = SpikeHistory()
 
     def limit(self) -> np.float32:
         return self._history.loss_limit(self._sigmas)
@@ -187,7 +191,7 @@ class Record(Hook):
 
 
 class Evaluate(Hook):
-    """Evaluates the periodic held-out windows, and begins the next phase at a plateau."""
+    """Evaluates the periodic held-out windows."""
 
     def __init__(self, every: int):
         """Begins with no evaluation.
@@ -195,7 +199,7 @@ class Evaluate(Hook):
         Args:
           every: steps between evaluations; the last step has one too.
         """
-        self._every, self._plateau = every, Plateau()
+        self._every = every
 
     def after_step(self, trainer: Trainer, step: StepDone) -> None:
         """See `Hook`; writes rows "eval", and "routing" for a model with experts."""
@@ -204,22 +208,7 @@ class Evaluate(Hook):
         for metric in step.report.metrics.values():
             if step.accepted and isinstance(metric, Load):
                 trainer.write("routing", {"load": metric.shares().tolist()})
-        bits_per_byte = trainer.evaluate()["bits_per_byte"]
-        patience = trainer.evolution.plateau
-        last = trainer.phase_number + 1 == len(trainer.phases)
-        if not patience or last or trainer.finished:
-            return
-        self._plateau = self._plateau.after(bits_per_byte)
-        if self._plateau.stale >= patience:
-            trainer.phases = with_next_start(trainer.phases, trainer.phase_number, trainer.step)
-            self._plateau = Plateau()
-            say(f"{trainer.name:>6}: plateau: the next phase starts after step {trainer.step}")
-
-    def saved(self) -> dict[str, Any]:
-        return {"plateau": self._plateau.to_json()}
-
-    def restore(self, extra: Mapping[str, Any]) -> None:
-        self._plateau = Plateau.from_json(extra["plateau"])
+        trainer.evaluate()
 
 
 class Save(Hook):

@@ -120,6 +120,14 @@ class Hook:
     def before_step(self, trainer: "Trainer") -> None:
         """Is called when the batch of the next step is at hand; may change the trainer's state."""
 
+    def model_changed(self, new_phase: bool) -> None:
+        """Is called when another hook has changed the model or its layouts: what was measured
+        before says nothing of the steps that follow.
+
+        Args:
+          new_phase: whether the model of the next phase begins.
+        """
+
     def limit(self) -> np.float32 | None:
         """Returns the highest loss that the next step accepts; None for any."""
         return None
@@ -135,7 +143,7 @@ class Hook:
         """Returns what a checkpoint must remember, as JSON values by name."""
         return {}
 
-    def restore(self, extra: Mapping[str, Any]) -> None:
+    def restore(self, extra: Mapping[str, object]) -> None:
         """Takes over the values of a checkpoint, which are not trusted.
 
         Raises:
@@ -182,7 +190,7 @@ class Trainer:
         metrics: Callable[[Path, int], Metrics],
         checkpoints: Callable[..., Checkpoints] = Checkpoints,
     ):
-        """Opens the folder and resumes from its newest verified checkpoint, if there is one.
+        """Opens the folder and restores its newest verified checkpoint, if there is one.
 
         Args:
           variant: the model and how it is trained: the identity of its checkpoints.
@@ -245,14 +253,27 @@ class Trainer:
         if progress.positions is not None:
             data.train.resume(progress.positions)
         self._batches = data.train.iterate(self.step)
-        self._metrics = metrics(folder, self.step)
-        if saved_step is not None and self.step != saved_step:
-            self.seconds = self._metrics.seconds_at(self.step, self.seconds)
+        self._open_metrics = functools.partial(metrics, folder, self.step)
+        self._saved_step = saved_step
         self.last_evaluation: dict | None = None
-        if saved_step is not None:
-            self.alert("restart", f"resumed after step {self.step} of {self.length.total}")
         if start is not None and restored is None:
             self.save()  # So that a resumed run does not need `start` again.
+
+    @functools.cached_property
+    def _metrics(self) -> Metrics:
+        return self._open_metrics()
+
+    def begin(self) -> None:
+        """Opens the metrics, which drops the rows of later steps than the restored one.
+
+        Until then a resumed training has changed no file, but for damaged checkpoints.
+        """
+        _ = self._metrics
+        if self._saved_step is None:
+            return
+        if self.step != self._saved_step:
+            self.seconds = self._metrics.seconds_at(self.step, self.seconds)
+        self.alert("restart", f"resumed after step {self.step} of {self.length.total}")
 
     def _restore(self, planned):
         """Returns (state of the newest checkpoint or None, progress at that step), with the hooks
@@ -266,13 +287,18 @@ class Trainer:
             return abstract_saved_state(phases, self.training, step, self.executor)
 
         with self.clock.during("checkpoint"):
-            restored = self.checkpoints.restore(abstract_state, unsound=_unsound)
+            restored = self.checkpoints.restore(abstract_state)
         if restored is None:
             return None, SavedProgress(0.0, planned)
         with reading_extra():
             for hook in self._hooks:
                 hook.restore(extra)
         return restored[0], SavedProgress.from_extra(extra, planned)
+
+    def model_changed(self, new_phase: bool) -> None:
+        """Tells all hooks that one of them has changed the model or its layouts."""
+        for hook in self._hooks:
+            hook.model_changed(new_phase)
 
     @property
     def phase(self) -> Phase:
@@ -374,7 +400,7 @@ class Trainer:
         """Takes parameters, moments and layouts from the checkpoint of an earlier step."""
         with self.clock.during("checkpoint"):
             state = abstract_saved_state(self.phases, self.training, step, self.executor)
-            restored = self.checkpoints.restore(state, step, unsound=_unsound)
+            restored = self.checkpoints.restore(state, step)
         assert restored is not None
         placed = self.executor.place(restored[0].state(self.model), self.model)
         if self._base:
@@ -435,7 +461,11 @@ class Trainer:
           DivergedError: a parameter or a moment is not finite.
           UserError: the folder cannot be written.
         """
-        if broken := non_finite(self.state):
+        state = self.state
+        if self._base:
+            state = state._replace(rest=stacks.split_layouts(state.rest)[1])
+        # Before the save: the checkpoints before it must not be removed for a broken one.
+        if broken := non_finite(state):
             self._refuse(broken)
         last = self.last_evaluation
         metric = last["bits_per_byte"] if last and last["step"] == self.step else None
@@ -454,9 +484,6 @@ class Trainer:
         if self._base:
             extra["base"] = dict(self._base.source)
         with self.clock.during("checkpoint"):
-            state = self.state
-            if self._base:
-                state = state._replace(rest=stacks.split_layouts(state.rest)[1])
             state = self.executor.canonical(state, self.model)
             saved = SavedState.of(state, has_base=bool(self._base))
             self.checkpoints.save(self.step, saved, extra, metric)
@@ -488,8 +515,10 @@ class Trainer:
           UserError: the last rows or the last checkpoint could not be written.
         """
         with contextlib.ExitStack() as stack:
+            stack.callback(self._programs[0].close)
             stack.callback(self.checkpoints.wait)
-            stack.callback(self._metrics.close)
+            if "_metrics" in vars(self):
+                stack.callback(self._metrics.close)
             for hook in self._hooks:
                 stack.callback(hook.close)
 
@@ -514,14 +543,6 @@ class Trainer:
         )
 
 
-def _unsound(state: SavedState) -> str:
-    """Returns why a restored state is not good, on all processes the same; "" if it is."""
-    broken = non_finite(state)
-    if not collectives.any_process(bool(broken)):
-        return ""
-    return f"it is not finite ({', '.join(broken) or 'on another process'})"
-
-
 def _make_folder(folder: Path) -> None:
     try:
         storage.make_folder(folder)
@@ -535,6 +556,8 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     The next step goes to the trainer with the smallest fraction of its schedule done, so that all
     see the same drift of the machine's speed.  After `stop()`, every trainer is saved.
     """
+    for trainer in trainers:
+        trainer.begin()
     while running := [t for t in trainers if not t.finished]:
         stopping, *retries = collectives.any_process(
             bool(stop()), *(t.save_retry_due for t in running)

@@ -14,7 +14,12 @@ import numpy as np
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor, MultiProgramExecutor
+from sparse_dataflow.core.executors.executor import (
+    SINGLE_DEVICE,
+    Executor,
+    MultiProgramExecutor,
+    TracedExecutor,
+)
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -63,7 +68,7 @@ class TrainBatches(Protocol):
     def positions(self, step: int) -> Any:
         """Returns what a checkpoint stores besides the step; None for nothing."""
 
-    def resume(self, positions: Any) -> None:
+    def resume(self, positions: object) -> None:
         """Takes the `positions` of a checkpoint."""
 
 
@@ -155,6 +160,7 @@ class Compiled:
         `from_seed`, `completed` of `training.saved_state`) -> first state of the run; for an
         executor that stores states itself, else None.
       timeline: () -> spans of the last step; none if the executor records none.
+      close: () -> None; releases what `start_state` holds, for another run of this process.
       teach: tokens -> what the train step takes as `teacher`; None without a teacher.
     """
 
@@ -166,6 +172,7 @@ class Compiled:
     update_seconds: float = 0.0
     start_state: Callable | None = None
     timeline: Callable = lambda: ()
+    close: Callable = lambda: None
     teach: Callable | None = None
 
     def weights(self, state: TrainState) -> ModelWeights:
@@ -204,6 +211,8 @@ def compile_programs(
     method = METHODS[evolution.method]
     programs = []
     for phase in phase_specs:
+        # The rate is an argument of the step, so phases that differ in their schedule alone share a
+        # program.
         shape = dataclasses.replace(
             training, steps=1, learning_rate=1.0, warmup=0.0, warmup_steps=(), seed=0
         )
@@ -213,6 +222,8 @@ def compile_programs(
         programs.append(cache[key])
         if method.update is not None:
             programs[-1] = _with_updates(programs[-1], phase, training, data, evolution, executor)
+    # Changes between phases compile programs too.  One dry change here, and a phase begins at
+    # once.
     for before, after in itertools.pairwise(phase_specs):
         state = initial_state(before.model, training, executor)
         batch = executor.put(data.train.example, data.train.batch_size)
@@ -237,17 +248,21 @@ def _compile(phase, training, data, executor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         programs["place_layouts"] = _with_newest(programs["place_layouts"])
         return Compiled(**programs, seconds=time.perf_counter() - start, teach=teach)
+    assert isinstance(executor, TracedExecutor)
     place = functools.partial(executor.place_layouts, model=model, changing=phase.runtime_layouts)
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
+    # With concrete layouts: a program of a static one is specialised to it.
     rest = stacks.with_layouts(model, shapes.rest)
     weights = place(shapes._replace(rest=rest).weights)
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
-    windows = held_out["tokens"], held_out["weights"]
+    windows = held_out["tokens"], held_out["token_weights"]
     arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), teach)
     return Compiled(
+        # What is not trained is an argument of its own: the state is donated, and masks and layouts
+        # are used again.
         train_step.lower(shapes._replace(rest=()), weights.rest, *arguments, **named).compile(),
         eval_step.lower(weights, *windows).compile(),
         time.perf_counter() - start,
@@ -259,15 +274,15 @@ def _compile(phase, training, data, executor):
 def _with_newest(place):
     """Returns a `place_layouts` that keeps its last result while what is not trained has the same
     arrays, as that of a state has from one update to the next."""
-    given: list = []
+    previous: list = []
     placed: Any = None
 
     def newest(weights):
-        nonlocal given, placed
+        nonlocal previous, placed
         leaves = jax.tree.leaves(weights.rest)
-        same = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
+        same = len(leaves) == len(previous) and all(map(operator.is_, leaves, previous))
         if placed is None or not same:
-            given, placed = leaves, place(weights).rest
+            previous, placed = leaves, place(weights).rest
         return dataclasses.replace(weights, rest=placed)
 
     return newest
@@ -276,8 +291,6 @@ def _with_newest(place):
 def _with_updates(programs, phase, training, data, evolution, executor):
     """Adds `gradient_norms` and `update_seconds`; runs two updates and times the second."""
     model, method = phase.model, METHODS[evolution.method]
-    if model.sparse_projections:
-        refuse_row_shards(evolution, executor)
     if method.reads_gradients:
         measure = programs.gradient_norms or jax.jit(
             functools.partial(executor.growth_norms, model),
@@ -344,7 +357,7 @@ def run_step(
 def _step_arguments(batch, learning_rate, limit, teach):
     """Returns a train step's arguments after the state, by position and by name; None is none."""
     numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
-    named = {"weights": batch["weights"]} if "weights" in batch else {}
+    named = {"token_weights": batch["token_weights"]} if "token_weights" in batch else {}
     if teach is not None:
         named["teacher"] = teach(batch["tokens"])
     return [batch["tokens"], *numbers], named
@@ -377,6 +390,7 @@ def evolve_layouts(
         assert programs.gradient_norms is not None
         tokens = (batch["tokens"] for batch in batches)
         norms = programs.gradient_norms(programs.weights(state), tokens)
+    # Layouts are chosen on the canonical order of blocks, so that all meshes choose alike.
     state = executor.canonical(state, model)
     state = update_layouts(
         state, model, choose, share, norms, evolution.row_shards, method.mask_gain or 0.0

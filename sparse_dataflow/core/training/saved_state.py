@@ -7,22 +7,20 @@ from typing import Any, NamedTuple
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
+from sparse_dataflow.core.config.settings import without_removed
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import legal, merged
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.length import Length
 from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts, with_stop
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
-
-_REMOVED: dict[str, dict[str, Any]] = {"model": {"guided": False}}
-"""Settings of earlier releases; a checkpoint with another value than this one does not restore."""
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     part: {
@@ -95,18 +93,17 @@ def identity(
     )
 
 
-def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+def completed(saved: Mapping[str, object]) -> dict[str, Any]:
     """Returns the `identity` of a checkpoint, with defaults for settings that are younger than it,
     and without settings that were removed since.
 
     Args:
       saved: JSON values, which are not trusted.
     """
-    whole = {part: _filled(value, _DEFAULTS.get(part, {})) for part, value in saved.items()}
-    for part, fields in _REMOVED.items():
-        for name, default in fields.items():
-            if isinstance(whole.get(part), dict) and whole[part].get(name) == default:
-                del whole[part][name]
+    whole = {
+        part: _filled(without_removed(part, value), _DEFAULTS.get(part, {}))
+        for part, value in saved.items()
+    }
     model = whole.get("model")
     if isinstance(model, dict) and isinstance(model["linears"], dict):
         spec = dataclasses.asdict(LinearSpec())
@@ -165,9 +162,10 @@ class SavedState(NamedTuple):
         )
 
     def state(self, model: ModelConfig) -> TrainState:
-        """Returns the state of a model."""
+        """Returns the state of a model; what an older release left is made legal."""
         rest = merged(self.frozen, stacks.layout_tree(model, self.tables))
-        return TrainState(self.step, self.params, self.moments, self.key, rest)
+        params = legal(model, self.params, rest)
+        return TrainState(self.step, params, self.moments, self.key, rest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,12 @@ from sparse_dataflow.core.executors.executor import (
     SINGLE_DEVICE,
     Executor,
     MultiProgramExecutor,
+    TracedExecutor,
     abstract,
 )
 from sparse_dataflow.core.executors.whole import Accumulation, Batch
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.partition import trained_and_rest
+from sparse_dataflow.core.model.partition import legal, trained_and_rest
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import (
@@ -81,15 +82,15 @@ def _draw(model, training, executor):
 
 
 def make_train_step(
-    model: ModelConfig, training: "TrainingConfig", executor: Executor = SINGLE_DEVICE
+    model: ModelConfig, training: "TrainingConfig", executor: TracedExecutor = SINGLE_DEVICE
 ) -> Callable:
     """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
 
-    The step takes `weights` by name, float32 [batch, sequence], which multiply the losses of the
-    targets and add up to 1; without them, all targets count equally. With `training.skip_spikes` it
-    takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
-    gradient is not finite, parameters and moments do not change.  With `training.teacher` the step
-    takes `teacher` by name, see `training.teacher.Teacher`.
+    The step takes `token_weights` by name, float32 [batch, sequence], which multiply the losses of
+    the targets and add up to 1; without them, all targets count equally. With
+    `training.skip_spikes` it takes a fourth argument, float32 [], the highest accepted loss: if the
+    loss is higher, or a gradient is not finite, parameters and moments do not change.  With
+    `training.teacher` the step takes `teacher` by name, see `training.teacher.Teacher`.
 
     The step is specialised to a state's fixed layouts; others may change between steps.
 
@@ -105,7 +106,7 @@ def make_train_step(
         tokens: jax.Array,
         learning_rate: jax.Array,
         *limit: jax.Array,
-        weights: jax.Array | None = None,
+        token_weights: jax.Array | None = None,
         teacher: tuple[jax.Array, jax.Array] | None = None,
     ):
         if training.teacher and teacher is None:
@@ -114,7 +115,7 @@ def make_train_step(
         if teacher:
             teacher_output = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
         with jax.named_scope("loss_and_gradients"):
-            batch = Batch(tokens, weights, teacher_output)
+            batch = Batch(tokens, token_weights, teacher_output)
             metrics, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
@@ -126,9 +127,13 @@ def make_train_step(
                 weights=model_weights.with_groups(),
             )
             params = optax.apply_updates(state.params, updates)
+            # An optimizer knows no masks: it may move a weight where the mask has none.
+            params = legal(model, params, state.rest)
         squares = group_squares(gradients)
         report = StepReport({**metrics, "gradient_norm": Norm(squares)})
         if training.skip_spikes:
+            # The decision is traced: a step that is not accepted returns the old state from the
+            # same program, and the host need not wait for the loss.
             finite = [jnp.isfinite(value) for value in (report.loss, *squares.values())]
             accepted = jnp.stack([report.loss <= limit[0], *finite]).all()
             params, moments = jax.tree.map(
@@ -143,7 +148,7 @@ def make_train_step(
 
 
 def jitted_train_step(
-    model: ModelConfig, training: "TrainingConfig", executor: Executor, shapes: TrainState
+    model: ModelConfig, training: "TrainingConfig", executor: TracedExecutor, shapes: TrainState
 ) -> jax.stages.Wrapped:
     """Returns `make_train_step` jitted, with what is not trained apart: (state without its rest,
     the rest, tokens, ...) -> (state without its rest, StepReport).
@@ -166,7 +171,7 @@ def jitted_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
-def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Callable:
+def make_eval_step(model: ModelConfig, executor: TracedExecutor = SINGLE_DEVICE) -> Callable:
     """Returns (`ModelWeights`, tokens, weights of the targets) -> sum of weighted losses in nats.
 
     The sum is float32 [].
@@ -176,7 +181,7 @@ def make_eval_step(model: ModelConfig, executor: Executor = SINGLE_DEVICE) -> Ca
     """
     model = model.dropless()
 
-    def eval_step(model_weights: ModelWeights, tokens: jax.Array, weights: jax.Array) -> jax.Array:
-        return executor.loss(model, model_weights, Batch(tokens, weights))
+    def eval_step(weights: ModelWeights, tokens: jax.Array, token_weights: jax.Array) -> jax.Array:
+        return executor.loss(model, weights, Batch(tokens, token_weights))
 
     return eval_step

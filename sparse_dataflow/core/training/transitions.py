@@ -97,6 +97,8 @@ def update_layouts(
             norms = _block_norms(place.module(state.params)[STORED])
             for layer, layer_norms in zip(place.layers, norms, strict=True):
                 gradients = None if gradient_norms is None else gradient_norms[name][layer]
+                # A stream for each layer and projection: a choice does not depend on the order of
+                # the loops, or on which process makes it.
                 rng = np.random.default_rng([*seed, model.projections.index(name), layer])
                 new.append(
                     update(
@@ -210,6 +212,8 @@ def change_model(
         return _untied(state, old)
     key = jax.random.fold_in(state.key, state.step)
     before, after = ([group.layers for group in layer_groups(model)] for model in (old, new))
+    # Old and new models group their layers differently.  Both groupings are cut at the borders of
+    # either, so that each projection of a common range is converted as one stack.
     common = _common_ranges(before, after)
     layouts = stacks.layouts_of(old, state.rest)
     state = _regroup(state.without_layouts(), before, common)
@@ -251,7 +255,7 @@ def _untied(state, model):
     return after.with_layouts_of(state)
 
 
-def copied_blocks(shared: Any, layers: int, scale: float = 1.0) -> Any:
+def copied_blocks(shared: object, layers: int, scale: float = 1.0) -> Any:
     """Returns every leaf [1, ...] of a shared block, times `scale`, as [layers, ...]."""
 
     def copied(leaf):
@@ -381,12 +385,18 @@ def _restack(leaves, before, after):
 def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockLayout]):
     """Moves the stored blocks of one projection from old to new layouts of its layers.
 
-    What an optimizer knows of a whole block, such as a count, a new block gets from another one.
+    What an optimizer knows of a whole block, such as a count, a new block gets from another one;
+    its random key is folded with its place.
     """
     sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
     any_block = np.maximum(sources.max(axis=1, keepdims=True), 0)
     entries = functools.partial(_gather_blocks, sources=sources)
-    counts = functools.partial(_gather_blocks, sources=np.where(sources < 0, any_block, sources))
+    from sparse_dataflow.core.optim import by_weight
+
+    def counts(array):
+        array = _gather_blocks(array, np.where(sources < 0, any_block, sources))
+        return by_weight.with_new_keys(array, sources < 0)
+
     return _with_converted(state, place, STORED, STORED, entries, counts=counts)
 
 

@@ -17,6 +17,7 @@ from sparse_dataflow.core.weights.kind import (
     Leaf,
     Weight,
     register,
+    register_form,
 )
 
 KERNEL = Leaf(
@@ -81,7 +82,7 @@ class Dense(Weight):
         return {"kernel": normal(tuple(sides), gain / math.sqrt(sides[0]))}
 
 
-@register
+@register_form(Dense)
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Quantised(Weight):
     """A stored matrix of int8 numbers times a scale for each output, which is not trained.
@@ -125,6 +126,6 @@ class Quantised(Weight):
         return {"kernel": numbers.astype(xp.int8), "kernel_scale": scale}
 
     @classmethod
-    def arrays_of_float(cls, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def arrays_of_float(cls, arrays: Mapping[str, object]) -> dict[str, Any]:
         """Returns the arrays of the dense weight of int8 arrays."""
         return {"kernel": cls(arrays["kernel"], arrays["kernel_scale"]).dense()}

@@ -20,6 +20,7 @@ from sparse_dataflow.core.config.projections import (
     KIND_NAMES,
     KINDS,
     PATTERN_NAMES,
+    PROJECTIONS,
     LinearSpec,
 )
 from sparse_dataflow.files.errors import UserError
@@ -38,6 +39,7 @@ ABILITIES = {
     "experts": "experts",
     "quantised_products": "products of fp8 or int8 operands",
     "feature_axis": "the mesh axis feature",
+    "tensor_axis": "the mesh axis tensor",
     "block_outputs": "blocks that are not square",
     "evolution": "methods that change which weights are stored",
     "budget": "densities by projection or layer",
@@ -63,7 +65,8 @@ class Leaf:
       input_dim: dimension of the input features; None for none.
       output_dim: dimension that output features order; None for none.
       has_muon: whether Muon updates it, as a matrix.
-      is_blocks: whether its first dimension is stored blocks, in the order of a layout.
+      is_blocks: whether its first dimension is matrices of their own: stored blocks in the order of
+        a layout, or the blocks of a block-diagonal factor.
     """
 
     role: str
@@ -94,6 +97,8 @@ LEAVES: dict[str, Leaf] = {}
 BIAS = Leaf(VECTOR, output_dim=0)
 """The bias of a projection, which is of no kind of weight."""
 
+BIAS_NAME = "bias"
+
 EMBEDDINGS = ("tokens", "output", "positions")
 ROUTER = "router"
 """Matrices that are of no weight: tables with a row for each token or position, and what chooses
@@ -116,7 +121,7 @@ class Weight:
     """A matrix [in, out] in some stored form, and the facts of its kind.
 
     Attributes:
-      kind: key of the kind; "" for a wrapper and for a stored form that no spec names.
+      kind: key of the kind; "" for a wrapper and for another stored form of a kind.
       words: plural for messages, such as "block-sparse weights".
       is_pattern: whether `sparsity.pattern` may name the kind, which then has no pattern of blocks.
       stores_blocks: whether it has a `BlockLayout` for each layer.
@@ -136,7 +141,7 @@ class Weight:
     # Numpy arrays leave `x @ w` to the weight.
     __array_ufunc__ = None
 
-    def __rmatmul__(self, x: Any) -> Any:
+    def __rmatmul__(self, x: object) -> Any:
         """Returns x W: [..., in] -> [..., out], in the dtype of x."""
         raise NotImplementedError
 
@@ -151,11 +156,11 @@ class Weight:
         features, one by one; (1, 0) if they take all features in their order."""
         return 1, 0
 
-    def times_zeros(self, x: Any) -> Any:
+    def times_zeros(self, x: object) -> Any:
         """Returns `x @ self` for an x with many zeros, which a kind may skip."""
         return x @ self
 
-    def expert_products(self, x: Any, tiles: Any) -> Any:
+    def expert_products(self, x: object, tiles: object) -> Any:
         """Multiplies the rows of each expert with its weight, [experts, ...] of a stack.
 
         Args:
@@ -183,7 +188,24 @@ class Weight:
         return {field.name: field.metadata[LEAF] for field in fields if LEAF in field.metadata}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Any], precision: str) -> "Weight":
+    def form(cls, arrays: Mapping[str, object]) -> "type[Weight]":
+        """Returns the class that stores these arrays: this kind, or another stored form of it."""
+        return next((f for f in _FORMS.get(cls, ()) if f.leaves().keys() <= arrays.keys()), cls)
+
+    @classmethod
+    def project(cls, arrays: Mapping[str, object]) -> dict[str, Any]:
+        """Returns the trained arrays that an update may have made illegal, as legal ones; {} for a
+        kind whose every value is legal.
+
+        It is called behind each update, whatever the optimizer, and where a state is restored.
+
+        Args:
+          arrays: all of a weight by name, of a stack, in jax or numpy.
+        """
+        return {}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, object], precision: str) -> "Weight":
         """Returns a weight of arrays by name; others are left alone.
 
         Args:
@@ -243,7 +265,7 @@ class Weight:
         sides: tuple[int, int],
         gain: float,
         normal: Callable[[tuple[int, ...], float], Any],
-        layout: Any = None,
+        layout: object = None,
     ) -> dict[str, Any]:
         """Returns new arrays, whose outputs have the variance gain² for inputs of variance 1.
 
@@ -275,7 +297,7 @@ class Weight:
         return matrix[0]
 
     @classmethod
-    def update_scales(cls, params: Mapping[str, Any]) -> dict[str, Any]:
+    def update_scales(cls, params: Mapping[str, object]) -> dict[str, Any]:
         """Returns factors of Muon's updates by array, [..., 1, 1], so that W moves as a dense one
         does; {} for none.  Takes numpy and jax arrays, before the update."""
         return {}
@@ -309,6 +331,23 @@ class Weight:
         raise UserError(f"{feature} does not go with {cls.words}; legal: {legal}.")
 
 
+class Wrapper(Weight):
+    """A weight that changes the product of its `base`."""
+
+    base: Weight
+
+    def dense(self) -> Any:
+        """See `Weight`; W of the base, where the wrapper does not change it."""
+        return self.base.dense()
+
+    def around(self, base: Weight) -> "Wrapper":
+        """Returns the wrapper with another base; its own may be None."""
+        return dataclasses.replace(self, base=base)  # type: ignore[type-var]
+
+    def map_stored(self, function: Callable[[Weight], Weight]) -> Weight:
+        return dataclasses.replace(self, base=self.base.map_stored(function))  # type: ignore[type-var]
+
+
 Kind = TypeVar("Kind", bound=type[Weight])
 
 CLASSES: list[type[Weight]] = []
@@ -317,11 +356,13 @@ CLASSES: list[type[Weight]] = []
 ON_REGISTER: list[Callable[[type[Weight]], None]] = []
 """Functions of each new class of weights; `weight` registers it as a pytree."""
 
-_FORMS: dict[frozenset[str], type[Weight]] = {}
+_FORMS: dict[type[Weight], list[type[Weight]]] = {}
 
 
 def register(weight: Kind) -> Kind:
-    """Registers a class of weights, as a decorator: a kind, or another stored form of one.
+    """Registers a kind of weight by its key, as a decorator.
+
+    Kinds may have arrays of the same names, if they say the same of them.
 
     Raises:
       UserError: it lacks a fact, or another class has its key or the name of an array for something
@@ -331,25 +372,45 @@ def register(weight: Kind) -> Kind:
     _check_leaves(weight, leaves)
     if weight.kind in KINDS:
         raise UserError(f"The kind of weight {weight.kind!r} is registered twice.")
-    if weight.kind:
-        bases = weight.__mro__[: weight.__mro__.index(Weight)]
-        own = {name for base in bases for name in vars(base)}
-        needed = ["words", "__rmatmul__", "dense", "shapes", "draw"]
-        needed += ["expert_products"] * ("experts" in weight.offers)
-        absent = [name for name in needed if name not in own]
-        if absent:
-            raise UserError(f"The kind of weight {weight.kind!r} lacks {', '.join(absent)}.")
-        if unknown := weight.offers - set(ABILITIES):
+    bases = weight.__mro__[: weight.__mro__.index(Weight)]
+    # Of the class and its own bases: what `Weight` says is a default or a refusal.
+    defined = {name for base in bases for name in vars(base)}
+    needed = ["kind", "words", "__rmatmul__", "dense", "shapes", "draw"]
+    needed += ["expert_products"] * ("experts" in weight.offers)
+    absent = [name for name in needed if name not in defined]
+    if absent:
+        raise UserError(f"The kind of weight {weight.kind!r} lacks {', '.join(absent)}.")
+    if unknown := weight.offers - set(ABILITIES):
+        raise UserError(
+            f"The kind of weight {weight.kind!r} offers {', '.join(sorted(unknown))}; legal: "
+            f"{', '.join(ABILITIES)}."
+        )
+    for axis in ("tensor", "feature"):
+        cuts = [axes for leaf in leaves.values() for axes in (*leaf.columns, *leaf.rows)]
+        if f"{axis}_axis" in weight.offers and not any(axis in axes for axes in cuts):
             raise UserError(
-                f"The kind of weight {weight.kind!r} offers {', '.join(sorted(unknown))}; legal: "
-                f"{', '.join(ABILITIES)}."
+                f"The kind of weight {weight.kind!r} offers {axis}_axis and cuts no array over "
+                f"{axis}; legal: {axis} in `Leaf.columns` and `Leaf.rows` of an array, or no such "
+                "offer."
             )
-        KINDS[weight.kind] = weight
-        KIND_NAMES.append(weight.kind)
-        if weight.is_pattern:
-            PATTERN_NAMES.append(weight.kind)
-    _FORMS[frozenset(leaves)] = weight
+    KINDS[weight.kind] = weight
+    KIND_NAMES.append(weight.kind)
+    if weight.is_pattern:
+        PATTERN_NAMES.append(weight.kind)
     return _registered(weight, leaves)
+
+
+def register_form(kind: type[Weight]) -> Callable[[Kind], Kind]:
+    """Returns a decorator that registers another stored form of a kind, which no spec names: a
+    weight of the kind has it where its arrays are there."""
+
+    def registered(weight: Kind) -> Kind:
+        leaves = weight.leaves()
+        _check_leaves(weight, leaves)
+        _FORMS.setdefault(kind, []).append(weight)
+        return _registered(weight, leaves)
+
+    return registered
 
 
 def register_term(setting: str) -> Callable[[Kind], Kind]:
@@ -371,7 +432,13 @@ def register_term(setting: str) -> Callable[[Kind], Kind]:
 
 
 def _check_leaves(weight, leaves):
+    reserved = {BIAS_NAME, *TERMS, *([] if weight.stores_blocks else [LAYOUT])}
     for name, leaf in leaves.items():
+        if name in reserved:
+            raise UserError(
+                f"The array {name!r} of {weight.__name__} has a name that projections use for "
+                f"something else; legal: other names than {', '.join(sorted(reserved))}."
+            )
         if LEAVES.get(name, leaf) != leaf:
             raise UserError(
                 f"The array {name!r} of {weight.__name__} is something else in another weight; "
@@ -387,13 +454,7 @@ def _registered(weight, leaves):
     return weight
 
 
-def stored_form(arrays: Mapping[str, Any]) -> type[Weight] | None:
-    """Returns the class whose arrays these are, beside those of an added term and a bias; None if
-    they are no weight's."""
-    return _FORMS.get(frozenset(name for name in arrays if name in LEAVES and name not in TERMS))
-
-
-def with_term(weight: Weight, arrays: Mapping[str, Any]) -> Weight:
+def with_term(weight: Weight, arrays: Mapping[str, object]) -> Weight:
     """Returns a weight with the added term whose arrays there are; the weight itself for none."""
     for term in ADDED_TERMS.values():
         names = term.leaves()
@@ -403,14 +464,16 @@ def with_term(weight: Weight, arrays: Mapping[str, Any]) -> Weight:
 
 
 def is_table(name: str) -> bool:
-    """Returns whether an array of this name is a table, which is not trained."""
+    """Returns whether an array of a projection is a table, which is not trained."""
     return name in LEAVES and LEAVES[name].role == TABLE
 
 
 def leaf_of(path: tuple) -> Leaf | None:
     """Returns what the array at a `jax.tree_util` path is; None if it is of no weight.
 
-    The index tables of a layout are arrays of one leaf.
+    A weight lies in a projection: norms and embeddings may have arrays of the same names.  The
+    index tables of a layout are arrays of one leaf.
     """
-    key = path[-2] if len(path) > 1 and hasattr(path[-1], "name") else path[-1]
-    return LEAVES.get(getattr(key, "key", None))  # type: ignore[arg-type]
+    *above, key = path[:-1] if len(path) > 1 and hasattr(path[-1], "name") else path
+    is_weight = bool(above) and getattr(above[-1], "key", None) in PROJECTIONS
+    return LEAVES.get(getattr(key, "key", "")) if is_weight else None

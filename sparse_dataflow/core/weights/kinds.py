@@ -1,5 +1,5 @@
-"""All kinds of weights.  Whoever asks the registry imports this."""
+"""All kinds of weights; `core` imports them, so the registry has them for whoever asks it."""
 
-from sparse_dataflow.core.weights import block_sparse, dense, low_rank, masked
+from sparse_dataflow.core.weights import block_sparse, block_tensor_train, dense, low_rank, masked
 
-__all__ = ["block_sparse", "dense", "low_rank", "masked"]
+__all__ = ["block_sparse", "block_tensor_train", "dense", "low_rank", "masked"]

@@ -11,10 +11,10 @@ from sparse_dataflow.core.weights.kind import (
     NUMBER,
     Leaf,
     Weight,
+    Wrapper,
     register,
     register_term,
 )
-from sparse_dataflow.core.weights.wrapper import Wrapper
 
 RANK_MULTIPLE = 8
 """Ranks of at least 16 times this are multiples of it, which matrix units prefer.  The stored
@@ -37,7 +37,7 @@ class LowRank(Weight):
     kind = "low_rank"
     words = "low-rank weights"
     is_pattern = True
-    offers = frozenset({"feature_axis"})
+    offers = frozenset({"feature_axis", "tensor_axis"})
 
     a_factor: Any = dataclasses.field(
         metadata={

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
@@ -35,7 +37,7 @@ class Masked(Weight):
     """A matrix of which only the entries under a mask count.
 
     Attributes:
-      kernel: float [..., in, out]; what is not under the mask has no effect and no gradient.
+      kernel: float [..., in, out]; what is not under the mask is zero, whatever an update does.
       mask: bool [..., in, out].
       precision: of the product's operands; see `ModelConfig`.
     """
@@ -70,6 +72,15 @@ class Masked(Weight):
         return self.as_dense().kernel
 
     @classmethod
+    def project(cls, arrays):
+        """See `Weight`: zeros where the mask has none, so that a mask may go or grow."""
+        import jax.numpy as jnp
+
+        kernel, mask = arrays["kernel"], arrays["mask"]
+        xp: Any = np if isinstance(kernel, np.ndarray) else jnp
+        return {"kernel": xp.where(mask, kernel, xp.zeros((), kernel.dtype))}
+
+    @classmethod
     def shapes(cls, spec, sides):
         return {"kernel": tuple(sides), "mask": tuple(sides)}
 
@@ -90,7 +101,7 @@ class Masked(Weight):
 
     @classmethod
     def check(cls, name, spec, sides):
-        span = spec.span or sides[0] // spec.block
+        span = spec.span or max(1, sides[0] // spec.block)
         rows = span * spec.density
         if sides[0] % (spec.block * span) or sides[1] % spec.block_sides[1]:
             raise UserError(
@@ -153,7 +164,7 @@ class Masked(Weight):
         return blocks.repeat(rows, axis=-2).repeat(columns, axis=-1)
 
     @classmethod
-    def gradient_scores(cls, gradients: Mapping[str, Any], spec: Any) -> Any:
+    def gradient_scores(cls, gradients: Mapping[str, object], spec: object) -> Any:
         """Returns the `scores` of gradients by the names of arrays."""
         return cls.scores(gradients["kernel"], spec)
 
@@ -230,6 +241,8 @@ class Masked(Weight):
         def chosen(values, where):
             """Returns the `moved` entries of `where` with the smallest values."""
             ordered = jnp.where(where, values, jnp.inf)
+            # The rank of each entry, so that exactly `moved` are chosen also where values are
+            # equal.
             return where & (jnp.argsort(jnp.argsort(ordered, axis=1), axis=1) < moved)
 
         after = stored & ~chosen(norms, stored) | chosen(-growth, ~stored)

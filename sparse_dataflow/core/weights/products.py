@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_dataflow.core.config.projections import PRECISIONS
-from sparse_dataflow.core.ops import dispatch, matrix_product, quantized
-from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
+from sparse_dataflow.core.ops import dispatch, matrix_product, platforms
 
 
 def by_rows(
@@ -26,7 +25,8 @@ def by_rows(
     """
     rows = x.reshape(-1, x.shape[-1])
     kernel = kernel.astype(x.dtype)
-    if dispatch.at_most(rows.shape[0], 1) and len(rows) and dispatch.platform() == "gpu":
+    one = dispatch.at_most(rows.shape[0], 1) and len(rows)
+    if one and dispatch.on(platforms.SPLIT_ROW_PRODUCTS):
         # XLA turns a small product of one row into a multiplication, which it writes, and a sum.
         y = product(jnp.broadcast_to(rows, (2, rows.shape[1])), kernel)[:1]
     else:
@@ -43,8 +43,12 @@ def dense(x: jax.Array, kernel: jax.Array, precision: str) -> jax.Array:
 
 def skipping_zeros(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Returns `by_rows`, where a product of one token reads only the rows of nonzero inputs."""
+    from sparse_dataflow.core.ops.nonzero_rows.nonzero_rows_op import nonzero_rows_matmul
+
     return by_rows(x, kernel, nonzero_rows_matmul)
 
 
 def _quantized(rows, kernel, precision):
+    from sparse_dataflow.core.ops import quantized
+
     return quantized.matmul(rows, kernel, precision)

@@ -53,6 +53,7 @@ def rows_of(weight: Masked, width: int, with_kernel: bool) -> Rows | None:
         return None
     fan_in = stored.sum(1)
     rows = max(1, int(fan_in.max()))
+    # Stored rows first, in order.  Groups with fewer rows read others, whose values are zero.
     index = np.argsort(~stored, axis=1, kind="stable")[:, :rows]
     table = index.astype(np.uint16 if inputs <= 2**16 else np.int32)
     if rows * (width * kernel.itemsize + table.itemsize) >= inputs * width * kernel.itemsize:

@@ -21,12 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-import sparse_dataflow.core.weights.kinds  # noqa: F401 - registers all kinds
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.ops.derivatives import broadcast_like
-from sparse_dataflow.core.weights.kind import CLASSES, METADATA, ON_REGISTER, Weight
-from sparse_dataflow.core.weights.wrapper import Wrapper
+from sparse_dataflow.core.weights.kind import CLASSES, METADATA, ON_REGISTER, Weight, Wrapper
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.weights.gradient_norms import SumCopies

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from sparse_dataflow.data.corpora import Corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.tasks import generated, text
 from sparse_dataflow.evaluation.tasks.items import Builder, Item, sample_items

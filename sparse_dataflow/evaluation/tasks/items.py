@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from sparse_dataflow.data.documents import Document, document_hash
+from sparse_dataflow.data.local_files import say_once
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
 _MAX_DOCUMENTS = 10_000
 _MAX_CHARACTERS = 2**18  # per document
+_QUESTION = "\nQ: "  # Of BIG-bench, where a task has no other.
 _FIELDS = {"context": "a text", "choices": "a list of texts", "answer": "the index of one of them"}
 
 
@@ -76,28 +78,66 @@ def sample_items(
 
 
 def read_items(path: Path) -> list[Item]:
-    """Reads a task from JSON lines with "context", "choices", "answer" and optional "document".
+    """Reads a task from JSON lines with "context", "choices", "answer" and optional "document", or
+    from a `task.json` of BIG-bench.
 
     Raises:
-      UserError: the file cannot be read or is empty, or a line has a missing or invalid field.
+      UserError: the file cannot be read or is empty, or a question has a missing or invalid field.
     """
     try:
-        lines = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig").split("\n")
+        content = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"The task file {path} cannot be read: {error}.") from None
+    lines = [(f"line {n}", line.strip()) for n, line in enumerate(content.split("\n"), start=1)]
     items = [
-        _item(f"{path}, line {number}", line, str(number))
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
+        _item(f"{path}, {place}", line, str(number))
+        for number, (place, line) in enumerate(_bigbench(path, content) or lines, start=1)
+        if line
     ]
     if not items:
         raise UserError(f"The task file {path} is empty.")
     return items
 
 
-def _item(location, line, number) -> Item:
+def _bigbench(path, content):
+    """Returns (place, fields of a question) of a `task.json` of BIG-bench; nothing of another file.
+
+    A question scores several choices, or has targets, the first of which is to be generated.  The
+    task's prefix stands in front of each.
+    """
     try:
-        fields = json_files.parse(line)
+        task = json_files.parse(content)
+        examples = list(task["examples"])
+    except (ValueError, TypeError, KeyError):
+        return []
+    first = f"{task.get('task_prefix', '')}{task.get('example_input_prefix', _QUESTION)}"
+    mark = str(task.get("choice_prefix", "\n  choice: "))
+    last = task.get("example_output_prefix", "\nA: ")
+    questions, several = [], 0
+    for number, example in enumerate(examples, start=1):
+        given = example if isinstance(example, dict) else {}
+        scores, target, context = (given.get(k) for k in ("target_scores", "target", "input"))
+        if isinstance(scores, dict) and scores:
+            choices, values = list(scores), list(scores.values())
+            are_numbers = all(isinstance(value, int | float) for value in values)
+            is_one_best = are_numbers and (len(values) == 1 or max(values) > min(values))
+            answer = values.index(max(values)) if is_one_best else None
+            if task.get("append_choices_to_input", True):
+                order = np.random.RandomState(42).permutation(sorted(choices))  # As BIG-bench.
+                context = mark.join([str(context), *order])
+        else:
+            choices, answer = target[:1] if isinstance(target, list) else [target], 0
+            several += isinstance(target, list) and len(target) > 1
+        fields = {"context": f"{first}{context}{last}".lstrip()} if isinstance(context, str) else {}
+        questions.append((f"example {number}", fields | {"choices": choices, "answer": answer}))
+    if several:
+        say_once(f"{path}: {several} questions have several targets, of which the first counts")
+    return questions
+
+
+def _item(location, given, number) -> Item:
+    try:
+        fields = json_files.parse(given) if isinstance(given, str) else given
     except ValueError as error:
         raise UserError(f"{location}, is not JSON: {getattr(error, 'msg', error)}.") from None
     if not isinstance(fields, dict):

@@ -143,11 +143,13 @@ def load_tasks(
         storage.told(f"loading the task {name}"),
         quiet(),
     ):
+        # A group brings its tasks, which a later name may bring again.
         for each in names:
             if each not in tasks and each not in groups:
                 loaded = manager.load([each])
                 tasks |= loaded["tasks"]
                 groups |= loaded["groups"]
+    # Such a task would execute what the model wrote, on this machine.
     for task_name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False):
             raise UserError(
@@ -186,7 +188,7 @@ def _file_tasks(name, path, manager, builtin, trusted) -> tuple[TaskManager, lis
     )
 
 
-def _group_manager(path: Path, members: Any, trusted: bool) -> TaskManager:
+def _group_manager(path: Path, members: object, trusted: bool) -> TaskManager:
     """Returns an index of the group's tasks, which are beside its file or lm-eval's."""
     if not isinstance(members, list) or not all(isinstance(m, str) for m in members):
         members = [path.stem]  # No name of a task: all are read.

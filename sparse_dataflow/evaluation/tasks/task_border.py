@@ -1,11 +1,12 @@
 """The border to lm-eval's task files in YAML, which somebody else may have written.
 
-lm-eval reads copies of them, which have no code and include nothing. Their YAML and their templates
-are read and rendered in a process with limits. Its own files, a part of that package, it reads as
+lm-eval reads copies of them, which have no code and include nothing. Their YAML, templates and
+regular expressions run in a process with limits. Its own files, a part of that package, it reads as
 they are.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -19,6 +20,9 @@ from typing import Any
 import lm_eval.tasks
 import lm_eval.utils
 import yaml
+from lm_eval.api import metrics, registry
+from lm_eval.config.task import TaskConfig
+from lm_eval.filters import extraction
 
 from sparse_dataflow.data import template_sandbox
 from sparse_dataflow.data.template_child import CODE
@@ -32,7 +36,14 @@ MOST_BYTES = template_sandbox.MOST_YAML
 """Bytes of a YAML file."""
 
 _TRUST = "if you trust it, add --trust_tasks"
-_PLAIN_NAME = re.compile(r"\w+")
+_FIELDS = {*(field.name for field in dataclasses.fields(TaskConfig)), "group", "group_alias",
+           "aggregate_metric_list", "task_list", "class"}  # fmt: skip
+_DATASET_FIELDS = ("data_files", "data_dir", "field", "revision", "delimiter", "sep")
+_MOST = {"repeats": 1000, "num_fewshot": 1000, "k": 1000}
+_MOST_NUMBER = 2**31
+"""Largest numbers of a task's fields, by their names, and of others."""
+
+_SHOWN = 5
 _LOG = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
 
@@ -132,14 +143,40 @@ def _refuse_code(value, path):
     elif isinstance(value, dict):
         if CODE in value:
             raise UserError(f"the task file {path} runs Python code of its own ({CODE}); {_TRUST}")
-        word = value.get("metric")
-        is_name = isinstance(word, str) and _PLAIN_NAME.fullmatch(word) and not Path(word).exists()
-        if word is not None and not is_name:
-            raise UserError(f"the metric {word} is code of its own; {_TRUST}")
+        metrics_of = value.get("metric_list")
+        for each in metrics_of if isinstance(metrics_of, list) else ():
+            word = each.get("metric") if isinstance(each, dict) else each
+            legal = isinstance(word, str) and word in registry.METRIC_REGISTRY
+            if not legal or (isinstance(each, dict) and each.get("hf_evaluate")):
+                raise UserError(f"the metric {word} is code of its own; {_TRUST}")
         if ".yaml" in str(value.get("use_prompt")):
             raise UserError("use_prompt names a file; put its templates into the task's own file")
+        _refuse_fields(value)
         for each in value.values():
             _refuse_code(each, path)
+
+
+def _refuse_fields(value: dict[str, Any]) -> None:
+    """Refuses fields that write, fetch code or count, beyond what a task needs.
+
+    Raises:
+      UserError: naming the field.
+    """
+    unknown = [name for name in value if name not in _FIELDS] if "task" in value else []
+    if unknown:
+        shown = ", ".join(map(str, unknown[:_SHOWN])) + ", ..." * (len(unknown) > _SHOWN)
+        raise UserError(f"a task has no fields {shown}; {_TRUST}")
+    kwargs = value.get("dataset_kwargs")
+    for name in kwargs if isinstance(kwargs, dict) else ():
+        if name not in _DATASET_FIELDS:
+            legal = ", ".join(_DATASET_FIELDS)
+            raise UserError(f"dataset_kwargs has {name}; legal: {legal}; {_TRUST}")
+    for name, each in value.items():
+        most = _MOST.get(name, _MOST_NUMBER)
+        numbers = each if isinstance(each, list) else [each]
+        for number in numbers:
+            if isinstance(number, int | float) and not -_MOST_NUMBER <= number <= most:
+                raise UserError(f"{name} has {str(number)[:20]}; legal: up to {most:,}")
 
 
 class _Template:
@@ -159,9 +196,35 @@ class _Environment:
     from_string = staticmethod(_Template)
 
 
+class _Expressions:
+    """What lm-eval searches with in the place of the module `re`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)  # Flags, and what runs no expression.
+
+    compile = staticmethod(template_sandbox.Regex)
+
+    @staticmethod
+    def findall(pattern: str, text: str, flags: int = 0) -> list:
+        """Returns all matches."""
+        return template_sandbox.Regex(pattern, flags).findall(text)
+
+    @staticmethod
+    def split(pattern: str, text: str, flags: int = 0) -> list:
+        """Returns the texts between matches."""
+        return template_sandbox.Regex(pattern, flags).split(text)
+
+    @staticmethod
+    def sub(pattern: str, replacement: str, text: str, count: int = 0, flags: int = 0) -> str:
+        """Returns a text with matches replaced."""
+        return template_sandbox.Regex(pattern, flags).sub(replacement, text, count)
+
+
 def bound_templates() -> None:
-    """Makes lm-eval render the templates of tasks where they run no code and end."""
+    """Makes lm-eval run the templates and regular expressions of tasks where they end."""
     lm_eval.utils.env = _Environment()
+    for module in (extraction, metrics):
+        module.re = _Expressions()
 
 
 @contextlib.contextmanager

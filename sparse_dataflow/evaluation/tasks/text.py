@@ -31,13 +31,17 @@ def words_before(text: str, end: int, tokenizer: Tokenizer, tokens: int) -> str:
     """Returns the complete words of `text` before index `end`, at most `tokens` tokens."""
     start = max(0, end - _CHARACTERS_PER_TOKEN * tokens)
     words = text[start:end]
-    ids = tokenizer.encode(words)
-    if len(ids) <= tokens and start == 0:
+    cuts = tokenizer.cuts(words)
+    if len(cuts) - 1 <= tokens and start == 0:
         return words
-    size = int(tokenizer.token_bytes[ids[-tokens:]].sum())
-    words = words.encode()[-size:].decode(errors="ignore") if size else ""
+    words = words[next(cut for cut in cuts[-tokens - 1 :] if cut >= 0) :]
     space = re.search(r"\s", words)
     return words[space.end() :] if space else ""
+
+
+def beginning(text: str, tokenizer: Tokenizer, tokens: int) -> str:
+    """Returns the first tokens of a text as text; "" where they end inside a character."""
+    return text[: max(0, tokenizer.cuts(text)[: tokens + 1][-1])]
 
 
 def move_space(context: str, words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -50,6 +54,7 @@ def move_space(context: str, words: Sequence[str]) -> tuple[str, tuple[str, ...]
 def shuffled(candidates: Iterable, rng: np.random.Generator) -> list:
     """Returns at most `_MAX_ATTEMPTS` of the candidates in random order."""
     candidates = list(candidates)
+    # By places: numpy would make an array of the candidates, and change their types.
     return [candidates[i] for i in rng.permutation(len(candidates))[:_MAX_ATTEMPTS]]
 
 
@@ -57,6 +62,7 @@ def shuffled_choices(
     context: str, texts: Sequence[str], document: Document, rng: np.random.Generator
 ) -> Item:
     """Returns an item with the choices `texts` in random order; the first text is correct."""
+    # The right one is the first text, so its new place is that of 0.
     order = rng.permutation(len(texts))
     choices = tuple(texts[i] for i in order)
     return Item(context, choices, int(np.argmin(order)), document.id)
@@ -93,25 +99,28 @@ def continuation(tokenizer: Tokenizer, tokens: int) -> Builder:
     before = tokens - length
 
     def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
-        ids = tokenizer.encode(document.text)
-        leading = [tokenizer.token_to_bytes(i)[:1] for i in ids.tolist()]
-        starts = {
-            space: [
-                i for i, c in enumerate(leading) if c == space and before <= i <= len(ids) - length
-            ]
-            for space in (b" ", b"\n")
-        }
+        cuts = tokenizer.cuts(document.text).tolist()
+
+        def passage(first, last):
+            """Returns the text of tokens; "" where it begins or ends inside a character."""
+            return (
+                document.text[cuts[first] : cuts[last]] if min(cuts[first], cuts[last]) >= 0 else ""
+            )
+
+        def leading(start):
+            return document.text[cuts[start] : cuts[start] + 1] if cuts[start] >= 0 else ""
+
+        places = range(before, len(cuts) - length)
+        starts = {space: [i for i in places if leading(i) == space] for space in (" ", "\n")}
         for start in shuffled([i for indices in starts.values() for i in indices], rng):
-            others = [i for i in starts[leading[start]] if abs(i - start) >= length]
-            texts = [tokenizer.decode(ids[start : start + length])]
+            others = [i for i in starts[leading(start)] if abs(i - start) >= length]
+            texts = [passage(start, start + length)]
             for other in shuffled(others, rng)[: 4 * CHOICES]:
-                text = tokenizer.decode(ids[other : other + length])
+                text = passage(other, other + length)
                 if text not in texts and len(texts) < CHOICES:
                     texts.append(text)
-            context = tokenizer.decode(ids[start - before : start])
-            # A cut inside a character leaves U+FFFD.
-            whole = "\ufffd" not in "".join([context, *texts]) and context.strip()
-            if whole and len(texts) == CHOICES:
+            context = passage(start - before, start)
+            if context.strip() and all(texts) and len(texts) == CHOICES:
                 yield shuffled_choices(context, texts, document, rng)
 
     return build
@@ -127,12 +136,14 @@ def cloze(tokenizer: Tokenizer, tokens: int, frequencies: "WordFrequencies") -> 
     def build(document: Document, rng: np.random.Generator) -> Iterator[Item]:
         for match in shuffled(_WORD.finditer(document.text), rng):
             context = words_before(document.text, match.start(), tokenizer, tokens * 2 // 3)
-            ids = tokenizer.encode(document.text[match.end() : match.end() + 8 * tokens])
-            rest = tokenizer.decode(ids[: max(2, tokens // 4)])
+            rest = beginning(
+                document.text[match.end() : match.end() + 8 * tokens],
+                tokenizer,
+                max(2, tokens // 4),
+            )
             passage = context + rest
             words = [w for w in frequencies.similar(match[0]) if w not in passage]
-            incomplete = "\ufffd" in rest or not rest.strip() or not context.strip()
-            if incomplete or len(words) < CHOICES - 1:
+            if not rest.strip() or not context.strip() or len(words) < CHOICES - 1:
                 continue
             others = rng.choice(words, CHOICES - 1, replace=False).tolist()
             context, texts = move_space(context, [match[0], *others])
@@ -180,10 +191,12 @@ def docstring_body(tokenizer: Tokenizer, tokens: int) -> Builder:
                 continue
             summary = ast.get_docstring(function)
             if summary and len(function.body) > 1:
-                ids = tokenizer.encode(_body(document.text, function))
+                body = _body(document.text, function)
                 summary = summary.split("\n\n")[0].strip()
-                if len(ids) >= length:
-                    bodies.append((summary, tokenizer.decode(ids[:length])))
+                if len(tokenizer.cuts(body)) > length and (
+                    text := beginning(body, tokenizer, length)
+                ):
+                    bodies.append((summary, text))
         for summary, body in shuffled(bodies, rng):
             context = f'"""{summary}"""'
             others = list(dict.fromkeys(b for s, b in shuffled(bodies, rng) if body != b))
@@ -207,6 +220,7 @@ def call_name(tokenizer: Tokenizer, tokens: int) -> Builder:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
         ]
         lines = document.text.split("\n")
+        # ast counts bytes of a line; the text is cut by characters.
         starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
         for function in shuffled(calls, rng):
             name = _name(function)

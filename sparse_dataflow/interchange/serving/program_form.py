@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.files import extras
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import tensors
+from sparse_dataflow.interchange.serving.readers import write_reader
 
 FORMAT = "sparse_dataflow_program-1"
 MODEL_TYPE = "sparse_dataflow_program"
@@ -79,7 +79,7 @@ def write(
         "arrays": list(arrays),
     }
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
-    shutil.copyfile(Path(__file__).with_name(READER), folder / READER)
+    write_reader(folder, READER)
     return tensors.write(folder, jax.device_get(arrays), {"sparse_dataflow": FORMAT})
 
 

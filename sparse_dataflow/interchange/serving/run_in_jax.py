@@ -4,15 +4,15 @@ python run_in_jax.py "Once upon a time" 20
 python run_in_jax.py --ids "12 7 9" 20        needs no tokenizers
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+
+from sparse_dataflow.interchange.serving.prompts import arguments
 
 DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "I32": jnp.int32}
 
@@ -62,50 +62,12 @@ class Model:
         return np.stack(written, axis=1)
 
 
-def arguments(vocabulary, most):
-    """Returns the arguments, with the `tokens` of the prompt, and the tokenizer, None for ids."""
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("prompt", help="a text, or ids with --ids")
-    parser.add_argument("count", nargs="?", type=int, default=20, help="new tokens; 20 if left out")
-    parser.add_argument("--ids", action="store_true", help="the prompt is token ids: '12 7 9'")
-    given, tokenizer = parser.parse_args(), None
-    words = given.prompt.split()
-    if not given.ids:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(Path(__file__).with_name("tokenizer.json")))
-        words = tokenizer.encode(given.prompt).ids
-    elif not all(word.isdecimal() and int(word) < vocabulary for word in words):
-        parser.error(f"--ids takes numbers from 0 to {vocabulary - 1}")
-    if given.count < 1 or not 0 < len(words) < most:
-        parser.error(
-            f"a prompt of {len(words)} tokens and {given.count} new ones; legal: 1 or more of "
-            f"each, and {most} in all"
-        )
-    if given.count > most - len(words):
-        print(f"(The context of {most} tokens will be full.)", file=sys.stderr)
-    given.tokens, given.count = list(map(int, words)), min(given.count, most - len(words))
-    return given, tokenizer
-
-
-def added_text(tokenizer, before, new):
-    """Returns what new tokens add to the text of those before, with the space between words."""
-    return tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
-
-
 def main():
     """Prints the continuation of a text, or of token ids."""
     model = Model(Path(__file__).parent)
-    config = model.config
-    given, tokenizer = arguments(config["model"]["vocab_size"], config["most"]["tokens"])
+    given, text = arguments(Path(__file__).parent, model.config, model.config["most"]["tokens"])
     ids = model.generate([given.tokens], given.count)[0].tolist()
-    if tokenizer is None:
-        print(*ids)
-    else:
-        end = config["end_of_text"]
-        new = ids[: ids.index(end)] if end in ids else ids
-        print(given.prompt + added_text(tokenizer, given.tokens, new))
+    print(*ids) if text is None else print(given.prompt + text.added(given.tokens, ids))
 
 
 if __name__ == "__main__":

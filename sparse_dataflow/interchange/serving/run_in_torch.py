@@ -6,15 +6,15 @@
 Needs torch and safetensors.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
+
+from sparse_dataflow.interchange.serving.prompts import arguments
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -80,7 +80,7 @@ class Model(nn.Module):
         """Reads the files."""
         super().__init__()
         fields = json.loads(Path(folder, "config.json").read_text())
-        self.end, self.config = fields["end_of_text"], {**fields["model"], **fields["forward"]}
+        self.config = {**fields["model"], **fields["forward"]}
         modules: dict = {}
         self.products = nn.ModuleDict()
         for path in Path(folder).glob("*.safetensors"):
@@ -190,50 +190,13 @@ def rotated(layer, x):
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], 3)
 
 
-def arguments(vocabulary, most):
-    """Returns the arguments, with the `tokens` of the prompt, and the tokenizer, None for ids."""
-    layout = argparse.RawTextHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("prompt", help="a text, or ids with --ids")
-    parser.add_argument("count", nargs="?", type=int, default=20, help="new tokens; 20 if left out")
-    parser.add_argument("--ids", action="store_true", help="the prompt is token ids: '12 7 9'")
-    given, tokenizer = parser.parse_args(), None
-    words = given.prompt.split()
-    if not given.ids:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(Path(__file__).with_name("tokenizer.json")))
-        words = tokenizer.encode(given.prompt).ids
-    elif not all(word.isdecimal() and int(word) < vocabulary for word in words):
-        parser.error(f"--ids takes numbers from 0 to {vocabulary - 1}")
-    if given.count < 1 or not 0 < len(words) < most:
-        parser.error(
-            f"a prompt of {len(words)} tokens and {given.count} new ones; legal: 1 or more of "
-            f"each, and {most} in all"
-        )
-    if given.count > most - len(words):
-        print(f"(The context of {most} tokens will be full.)", file=sys.stderr)
-    given.tokens, given.count = list(map(int, words)), min(given.count, most - len(words))
-    return given, tokenizer
-
-
-def added_text(tokenizer, before, new):
-    """Returns what new tokens add to the text of those before, with the space between words."""
-    return tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
-
-
 def main():
     """Prints the continuation of a text, or of token ids."""
     folder = Path(__file__).parent
     fields = json.loads((folder / "config.json").read_text())
-    given, tokenizer = arguments(fields["model"]["vocab_size"], fields["context"])
-    model = Model(folder)
-    ids = model.generate(torch.tensor([given.tokens]), given.count)[0].tolist()
-    if tokenizer is None:
-        print(*ids)
-    else:
-        new = ids[: ids.index(model.end)] if model.end in ids else ids
-        print(given.prompt + added_text(tokenizer, given.tokens, new))
+    given, text = arguments(folder, fields, fields["context"])
+    ids = Model(folder).generate(torch.tensor([given.tokens]), given.count)[0].tolist()
+    print(*ids) if text is None else print(given.prompt + text.added(given.tokens, ids))
 
 
 if __name__ == "__main__":

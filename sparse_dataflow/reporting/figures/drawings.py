@@ -68,6 +68,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     index = np.arange(len(values))
     half = np.minimum(round(len(values) * _HALF_WINDOW), index)
     stop = np.minimum(index + half + 1, len(values))
+    # A mean of any window is one difference of two sums.
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return (sums[stop] - sums[index - half]) / (stop - index + half)
 

@@ -156,7 +156,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
             jax.random.key(0),
         )
         moved[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "generation.md").read_text()
+    page = (pathlib.Path(__file__).parents[3] / "docs/evidence/performance.md").read_text()
     [(dense, sparse, ratio)] = re.findall(
         r"13B in bfloat16, a dense switch copies ([\d.]+) GB, and a sparse one ([\d.]+) GB, a\s"
         r"ratio of \*\*([\d.]+)\*\*",
@@ -173,7 +173,7 @@ def test_the_command_routes_each_line_and_switches_when_the_expert_changes(
     monkeypatch.setattr(sys, "stdin", io.StringIO("1234 5678\nabcd efgh\nabce efgi\n"))
     argv = ["generate", "--interactive", *(f"--{name}={value}" for name, value in flags.items())]
     with pytest.raises(SystemExit) as left:
-        command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+        command_line.run_main(generate.main, generate.__doc__, options=generate.Options, argv=argv)
     out, err = capsys.readouterr()
     assert not left.value.code
     assert re.findall("1234 5678|abcd efgh|abce efgi", out) == [

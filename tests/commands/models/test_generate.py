@@ -55,7 +55,9 @@ def converse(monkeypatch, capsys):
         monkeypatch.setattr(builtins, "input", answer)
         argv = ["generate", "--run=RUN", "--interactive", "--seed=3"]
         with pytest.raises(SystemExit) as left:
-            command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+            command_line.run_main(
+                generate.main, generate.__doc__, options=generate.Options, argv=argv
+            )
         lines = [text for text in inputs if isinstance(text, str)]
         assert seeds == [3 + lines.index(prompt) for prompt in prompts if prompt in lines]
         return left.value.code, *capsys.readouterr(), prompts
@@ -93,7 +95,7 @@ def test_activation_sparsity_is_refused_without_a_run(monkeypatch, capsys, flags
     monkeypatch.setattr(load_model, "load", lambda options: model)
     with pytest.raises(SystemExit) as left:
         argv = ["generate", *flags]
-        command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+        command_line.run_main(generate.main, generate.__doc__, options=generate.Options, argv=argv)
     assert left.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -125,7 +127,7 @@ def test_experts_in_host_memory_write_the_same_text_and_the_traffic_is_said(monk
 def test_slots_of_experts_are_for_one_run_without_zeros(capsys, flags):
     with pytest.raises(SystemExit) as left:
         argv = ["generate", "--expert_slots=2", *flags]
-        command_line.run(generate.main, generate.__doc__, options=generate.Options, argv=argv)
+        command_line.run_main(generate.main, generate.__doc__, options=generate.Options, argv=argv)
     assert left.value.code == 2 and "--expert_slots is for " in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """What is wrong with a command line and its folders is said before jax is loaded."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ import sparse_dataflow as sd
 from sparse_dataflow.commands import command_line, new_folder
 from sparse_dataflow.commands.preflight import early, settling
 from sparse_dataflow.commands.request import NAMED
-from sparse_dataflow.data import corpora
+from sparse_dataflow.data.corpus import names
 from sparse_dataflow.files.errors import UserError
 
 REFUSED = [
@@ -148,7 +149,7 @@ def test_the_search_for_a_text_ends_at_the_first(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         (tmp_path / name / "d.txt").write_text("words")
     walked = []
-    walk = corpora.os.walk
+    walk = os.walk
 
     def noted(root, **options):
         for each in walk(root, **options):
@@ -156,7 +157,7 @@ def test_the_search_for_a_text_ends_at_the_first(tmp_path, monkeypatch):
             yield each
 
     monkeypatch.setattr("sparse_dataflow.data.local_files.os.walk", noted)
-    corpora.refuse_missing(str(tmp_path), tmp_path)
+    names.refuse_missing(str(tmp_path), tmp_path)
     assert walked == [str(tmp_path)]
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from sparse_dataflow.commands import command_line, request
 from sparse_dataflow.core.config import settings
+from sparse_dataflow.core.config.model import DENSE
 from sparse_dataflow.core.config.sparsity import SparsityConfig
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import RunConfig, preset
@@ -62,3 +63,8 @@ def test_the_flag_takes_a_rectangle():
     flags = ["toy", "--scale=pico", "--pattern=masked", "--block=1x16"]
     [parsed] = command_line.arguments(flags, tuple(request.NAMED), None, {})
     assert parsed.config().sparsity.block == "1x16"
+
+
+def test_a_pattern_that_stores_everything_is_the_dense_model():
+    config = preset("pico").change(sparsity__pattern="dense", sparsity__block=32)
+    assert set(config.sparsity.linears(config.model).values()) == {DENSE}

@@ -156,11 +156,11 @@ def layer_by_layer(model, params, tokens):
                 grid = grid.at[layout.rows, layout.cols].set(values)
                 sides = model.projection_shape(name)
                 layer[name]["kernel"] = grid.swapaxes(1, 2).reshape(sides)
-            x = gpt.block(dense, layer_weights(dense, layer), x)
+            x = gpt.block(dense, layer_weights(dense, layer), x)[0]
             number += 1
     weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]
-    context = BatchContext(targets=tokens[:, 1:], weights=weights)
+    context = BatchContext(targets=tokens[:, 1:], token_weights=weights)
     return gpt.head_loss(dense, params["head"], embedding, x, context)[0]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import export
 from small_models import DENSE as TINY
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -148,6 +149,14 @@ def test_a_fields_default_is_gpt3_in_configs_of_earlier_versions():
             "sparsity.hadamard=64 does not divide the 32 input features of mlp_in; .* up to 32",
         ),
         (
+            {"linears": {"mlp_in": LinearSpec("masked", "masked", block=8, hadamard=64)}},
+            "sparsity.hadamard=64 does not divide the 32 input features of mlp_in; .* up to 32",
+        ),
+        (
+            {"linears": {"mlp_in": LinearSpec("masked", "masked", block=64)}},
+            "features are not whole blocks of 64 x 64",
+        ),
+        (
             {"positions": "rotary", "num_heads": 32},
             "an even number of rotated features, and",
         ),
@@ -172,7 +181,7 @@ def test_an_illegal_config_is_refused(change, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "sparse"}, "LinearSpec.kind=sparse is unknown. Legal: block_sparse, dense"),
+        ({"kind": "sparse"}, "LinearSpec.kind=sparse is unknown. Legal: block_sparse, "),
         ({"density": 0.0}, r"LinearSpec.density=0.0 is not legal: it must be in \(0, 1\]"),
         ({"density": 1.5}, r"LinearSpec.density=1.5 is not legal: it must be in \(0, 1\]"),
         (
@@ -208,3 +217,9 @@ def test_named_sizes_follow_the_architecture(scale):
     assert config.linears == () and config.sparse_projections == ()
     sparse = config.with_linears(LinearSpec("block_sparse", density=1 / 8))
     assert ModelConfig.from_json(sparse.to_json()) == sparse
+
+
+@pytest.mark.parametrize("fields", [{"positions": "rotary", "max_len": 2}, {"max_len": 16}])
+def test_a_context_of_an_exported_program_is_a_symbol(fields):
+    [tokens] = export.symbolic_shape("t", constraints=["t <= 16"])
+    dataclasses.replace(TINY, **fields).check_context(tokens)

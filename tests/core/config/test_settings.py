@@ -17,6 +17,7 @@ KINDS = {
     "shape": Setting("shape", str, "cyclic", "", choices=NAMES),
     "shapes": Setting("shapes", tuple[str, ...], NAMES, "", choices=NAMES),
     "texts": Setting("texts", tuple[str, ...], ("1",), ""),
+    "steps": Setting("steps", tuple[int, ...], (), ""),
     "both": Setting("both", bool, False, ""),
     "where": Setting("where", str, "", ""),
 }
@@ -37,6 +38,7 @@ PATHS = settings.by_path(RunConfig)
         ("texts", "all", ("all",)),
         ("texts", "none", ()),
         ("texts", "b, a,b", ("b", "a")),
+        ("steps", "5,6,5", (5, 6, 5)),
         ("both", "yes", True),
         ("both", "False", False),
         ("where", "a=b", "a=b"),
@@ -86,8 +88,12 @@ def legal_value(draw, s: Setting):
         texts = st.text(max_size=20)
         # A path has no NUL, and a leading ~ is a home folder.
         return draw(texts.filter(lambda t: "\0" not in t and t[:1] != "~") if s.path else texts)
-    numbers = st.integers(0, 10**6) if s.type is int else st.floats(0, 1, allow_nan=False)
-    return draw(numbers.filter(lambda n: not s.refusal(n)))
+    is_list = s.type in (tuple[int, ...], tuple[float, ...])
+    whole = s.type in (int, tuple[int, ...])
+    numbers = st.integers(0, 10**6) if whole else st.floats(0, 1, allow_nan=False)
+    if is_list:
+        numbers = st.lists(numbers, min_size=s.default != (), max_size=4).map(tuple)
+    return draw(numbers.filter(lambda n: not s.value_refusal(n)))
 
 
 @given(st.sampled_from([*PATHS.values(), *KINDS.values()]), st.data())
@@ -106,7 +112,7 @@ def test_any_text_is_parsed_or_refused_in_words(s, text):
     except ValueError as refusal:
         assert str(refusal).startswith(("is ", "mixes "))
     else:
-        assert not s.refusal(value)
+        assert not s.value_refusal(value)
 
 
 @pytest.mark.parametrize("scale", SIZES)
@@ -119,14 +125,14 @@ def test_every_number_has_an_upper_bound():
     """So that a typo neither runs nor allocates for ever: the answer comes at once."""
     for path, s in PATHS.items():
         if s.type in (int, float):
-            assert s.refusal(s.type(10**300 if s.type is int else 1e300)), path
+            assert s.value_refusal(s.type(10**300 if s.type is int else 1e300)), path
 
 
 def test_every_setting_has_help_and_a_legal_default():
     for path, s in PATHS.items():
         assert s.help.endswith("."), path
         if s.default is not dataclasses.MISSING:
-            assert not s.refusal(s.default), path
+            assert not s.value_refusal(s.default), path
 
 
 def test_a_preset_is_made_of_settings_alone():

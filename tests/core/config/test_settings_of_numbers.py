@@ -21,7 +21,7 @@ BY_NAME = {s.name: s for s in settings.settings(Options)}
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        ("counts", "4,2,4", (4, 2)),
+        ("counts", "4,2,4", (4, 2, 4)),
         ("counts", settings.text((1, 2)), (1, 2)),
         ("shares", settings.text((0.25, 1.0)), (0.25, 1.0)),
         ("shares", "0.5,1", (0.5, 1.0)),
@@ -56,7 +56,7 @@ def test_an_illegal_text_is_refused(name, text, words):
 
 @pytest.mark.parametrize("value", [(), [1], 1, (1, "2"), (True,)])
 def test_values_from_python_are_checked(value):
-    assert "is not legal" in BY_NAME["counts"].refusal(value)
+    assert "is not legal" in BY_NAME["counts"].value_refusal(value)
 
 
 def test_a_default_is_written_as_on_a_command_line():

@@ -19,8 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
+
 import jax
 import jax.numpy as jnp
+import kronecker  # noqa: F401 - registers its kind.
 import numpy as np
 import pytest
 import small_models
@@ -86,6 +89,9 @@ MODELS = {
     ),
     "shared": sparse("monarch", num_layers=3, shared_layers=True),
     "low_rank": DENSE.with_linears(LinearSpec("low_rank", "low_rank", 0.5)),
+    "block_tensor_train": DENSE.with_linears(
+        LinearSpec("block_tensor_train", "block_tensor_train", 0.5, 8)
+    ),
     "low_rank_experts": dataclasses.replace(DENSE, experts=2, top_k=1).with_linears(
         LinearSpec("low_rank", "low_rank", 0.5), ["qkv", "attn_out"]
     ),
@@ -97,6 +103,8 @@ MODELS = {
     "masked_and_stored": sparse("monarch").with_linears(
         LinearSpec("masked", "masked", 0.5, 4), ["attn_out", "mlp_in"]
     ),
+    # A kind of somebody else, which "tensor" and "feature" do not cut.
+    "kronecker": DENSE.with_linears(LinearSpec("kronecker", "kronecker")),
     "sparse_gated": sparse("monarch", num_heads=8, gated_mlp=True),
     "sparse_gated_full": sparse("monarch", num_heads=8, gated_mlp=True, remat="full"),
     "dense_deep": dataclasses.replace(DENSE, num_layers=8),
@@ -271,9 +279,9 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
         tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
         weights = np.where(padding, 0, weights).astype(np.float32)
-    counted = {"weights": weights / weights.sum()} if training.adapter_rank or padded else {}
+    counted = {"token_weights": weights / weights.sum()} if training.adapter_rank or padded else {}
     batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
-    held_out = Rows({"tokens": tokens[0], "weights": weights}, BATCH)
+    held_out = Rows({"tokens": tokens[0], "token_weights": weights}, BATCH)
     teacher_model = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
     params = gpt.init(teacher_model, jax.random.key(1))
     teacher = Teacher(teacher_model, params) if training.teacher else None
@@ -293,7 +301,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         reports.append(jax.device_get(report))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)
-    loss = programs.eval_step(programs.weights(state), rows["tokens"], rows["weights"])
+    loss = programs.eval_step(programs.weights(state), rows["tokens"], rows["token_weights"])
     return {
         "losses": [float(report.loss) for report in reports],
         "norms": [report.gradient_norms for report in reports],
@@ -499,7 +507,7 @@ def evolve(name, texts):
     dense = method in ("gradual", "sparse_to_dense")
     # One block is all layers, so `runs.variants` refuses layouts that differ between them.
     pattern = "monarch" if method == "shared_to_own" else "random"
-    model = sparse(pattern, rank=4 if method == "low_rank_tail" else 0)
+    model = sparse(pattern)
     if dense:
         spec = LinearSpec("block_sparse", "random", 0.25, 8)
         model = dataclasses.replace(DENSE, linears=dict.fromkeys(DENSE.projections, spec))

@@ -15,7 +15,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.step import abstract_state
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 
 
 def gradient_of(runs, model, micro_batches):
@@ -72,7 +72,7 @@ def calls(text):
     from experiments.benchmarks.pipeline_bubble import sleeping_step
 
     stages, micro_batches = map(int, text.split("x"))
-    step, slept = sleeping_step(schedules.make("1f1b", stages, micro_batches))
+    step, slept = sleeping_step(action_tables.make("1f1b", stages, micro_batches))
     step(0)
     return len(slept)
 

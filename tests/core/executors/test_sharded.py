@@ -5,6 +5,7 @@ from compared import assert_like_single_device, executor_run
 from executor_runs import BATCH, MODELS, SEQUENCE
 
 from sparse_dataflow.planner import collectives
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
 
 nightly = pytest.mark.nightly
 
@@ -35,7 +36,8 @@ def test_tokens_travel_to_experts_by_the_all_to_alls_of_the_formula(model, text)
     assert_like_single_device(results)
     [result], config = results.values(), MODELS[model]
     tokens = BATCH * SEQUENCE // 8 // int(text[-1])
-    size = collectives.exchange_bytes(config, tokens, int(text[12]))
+    plan = ParallelPlan(fsdp=int(text[12]), experts="exchange")
+    size = collectives.exchange_bytes(config, tokens, plan)
     rows = config.num_layers * collectives.EXCHANGES[config.remat]
     sizes = result["exchanged"]
     assert sizes.count(size) == rows

@@ -16,7 +16,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import weights_of
 
@@ -189,7 +189,7 @@ def test_each_layer_uses_its_weights_and_layouts():
         x = gpt.embed(MODEL, params["embed"], tokens)
         for i in range(MODEL.num_layers):
             layer = jax.tree.map(lambda a, i=i: a[i], blocks)
-            x = gpt.block(MODEL, layer_weights(MODEL, layer), x)
+            x = gpt.block(MODEL, layer_weights(MODEL, layer), x)[0]
         return gpt.logits(MODEL, params, x)
 
     logits = jax.jit(lambda p, t: whole.logits(MODEL, weights_of(p, tables), t))(params, tokens)
@@ -348,5 +348,5 @@ def test_documents_are_those_of_the_inputs():
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_weights_of_a_mean_add_up_over_the_shards(shards):
-    weights = whole.with_weights(whole.Batch(ROWS), shards).weights
+    weights = whole.with_token_weights(whole.Batch(ROWS), shards).token_weights
     assert weights.sum() * shards == pytest.approx(1)

@@ -51,7 +51,7 @@ def test_the_exchanged_share_falls_along_a_cosine_and_ends():
     assert due == set(range(10, 100, 10))
     assert shares[50] == pytest.approx(0.2)
     assert all(shares[a] > shares[a + 10] for a in range(10, 90, 10)) and shares[10] < 0.4
-    for method in ("static", "sparse_to_dense", "gradual", "low_rank_tail"):
+    for method in ("static", "sparse_to_dense", "gradual"):
         assert not any(exchanged_share(EvolutionConfig(method), s, 500) for s in range(500))
 
 
@@ -141,15 +141,12 @@ def test_gradual_halves_each_layer_from_where_it_stores_all():
     assert [phase.start for phase in phases] == [phase.start for phase in uniform]
 
 
-def test_sparse_to_dense_and_the_low_rank_tail_change_the_model_once():
+def test_sparse_to_dense_changes_the_model_once():
     ranked = MODEL.with_linears(dataclasses.replace(SPARSE, rank=4), ["mlp_in"])
     sparse, dense = phase_specs(ranked, EvolutionConfig("sparse_to_dense", at=0.6))
     assert sparse.model == ranked and not dense.model.sparse_projections
     assert dense.model.linear("mlp_in") == LinearSpec(turned_dense=True)
     assert dense.start == 0.6
-    bare, tail = phase_specs(ranked, EvolutionConfig("low_rank_tail"))
-    assert tail.model == ranked and tail.start == 0.99
-    assert bare.model == MODEL
 
 
 def test_some_projections_become_dense_first():
@@ -178,7 +175,6 @@ def test_some_projections_become_dense_first():
         (MODEL, {"method": "rigl", "max_fan_out": 1.0}, "above 1"),
         (MODEL, {"method": "set", "row_shards": 3}, "the 16 input blocks of .*; legal: 1, 2, 4"),
         (MODEL.with_linears(LinearSpec()), {"method": "set"}, "needs a sparse projection"),
-        (MODEL, {"method": "low_rank_tail"}, "sparsity.rank; legal: 1 or more"),
         (
             dataclasses.replace(MODEL, density_by_depth=(1.0, 1 / SPARSE.density)),
             {"method": "rigl"},

@@ -1,6 +1,7 @@
 """A layout: order of its blocks, its tables, its dense form, and what it refuses."""
 
 import re
+import sys
 
 import jax
 import numpy as np
@@ -266,6 +267,13 @@ def test_a_drawing_shows_the_stored_blocks():
     axes = layout.plot()
     np.testing.assert_array_equal(axes.images[0].get_array() == 0, layout.mask)
     assert layout.plot(axes) is axes and len(axes.images) == 2
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    layout = make_layout("monarch", 64, 64, block=16, density=0.25)
+    with pytest.raises(UserError, match=r"needs the package matplotlib: pip install .*\[train\]"):
+        layout.plot()
 
 
 def test_the_picture_of_a_layout_has_each_stored_block_once():

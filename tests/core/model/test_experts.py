@@ -16,8 +16,8 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import experts, gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.experts import Experts, auxiliary_loss
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.files.errors import UserError
@@ -114,7 +114,7 @@ def test_outputs_and_losses_are_those_of_the_loop_and_gradients_its_differences(
 
 
 def apply_block(config, params, x):
-    return gpt.block(config, layer_weights(config, params), x)
+    return gpt.block(config, layer_weights(config, params), x)[0]
 
 
 def test_one_expert_is_the_mlp():

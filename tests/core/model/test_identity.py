@@ -11,8 +11,8 @@ from small_models import DENSE, EACH_KIND, LOW_RANK, MONARCH, arbitrary_params, 
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.adapters import merged
 from sparse_dataflow.core.model.identity import as_identity
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.runs.families import FAMILIES
 
@@ -44,7 +44,7 @@ def test_a_layer_begins_as_the_identity_and_all_of_it_learns(name):
 
     @jax.jit
     def outputs(params):
-        return gpt.block(config, layer_weights(config, merged(params, layouts)), x)
+        return gpt.block(config, layer_weights(config, merged(params, layouts)), x)[0]
 
     np.testing.assert_array_equal(outputs(start), x)
     gradient = jax.jit(jax.grad(lambda params: jnp.sum(dy * outputs(params))))

@@ -11,7 +11,7 @@ import pytest
 
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, partition, stacks
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.runs.run_config import SIZES
 
@@ -35,7 +35,7 @@ def compiled_block(model, kind):
 
     def gradients(params, x, dy):
         def block(params, x):
-            return gpt.block(model, layer_weights(model, adapters.merged(params, layouts)), x)
+            return gpt.block(model, layer_weights(model, partition.merged(params, layouts)), x)[0]
 
         y, pullback = jax.vjp(block, params, x)
         return y, *pullback(dy)

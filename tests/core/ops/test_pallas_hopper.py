@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ IRREGULAR = BlockLayout.from_mask(
 )  # An empty column, and columns of one, two and three blocks.
 
 
-def small_tiles(block, cluster=1, splits=1, lines=1, feature_rows=False):
+def small_tiles(block, cluster=1, splits=1, lines=1):
     """Return tiles so small that every loop has several steps."""
     side = min(block, 128)
     product = tuning.ProductTiles(
@@ -48,7 +47,6 @@ def small_tiles(block, cluster=1, splits=1, lines=1, feature_rows=False):
         cluster=cluster,
         group=1,
         lines=lines,
-        feature_rows=feature_rows,
     )
     return tuning.TuningConfig(
         forward=product,
@@ -113,65 +111,6 @@ def test_many_small_tiles_have_no_race(block, cluster, splits, lines):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    ("block", "lines"), [(64, 2), pytest.param(128, 1, marks=pytest.mark.nightly)]
-)
-def test_sums_may_have_features_as_rows(block, lines):
-    """The products and all that is fused into them; 200 tokens are two tiles of a cluster."""
-    layout = BlockLayout.from_mask(IRREGULAR.mask, block)
-    operands = draw(layout, 200, jnp.bfloat16)
-    config = small_tiles(block, cluster=2, lines=lines, feature_rows=True)
-
-    def products(x, values, dy, bias):
-        tables = layout.tables()
-        y = pallas_hopper.block_sparse_matmul(
-            x, values, tables, bias=bias, activation="gelu", tuning=config
-        )
-        return y, pallas_hopper.input_gradient(
-            dy, values, tables, activation="gelu", preactivation=x, tuning=config
-        )
-
-    with simulated_hopper(detect_races=True):
-        y, dz = jax.jit(products)(*operands)
-    assert_all_close([y], exact(layout, *operands)[:1], jnp.bfloat16)
-    x, values, dy = (np.asarray(array, np.float64) for array in operands[:3])
-    assert_all_close([dz], [dy @ layout.to_dense(values).T * exact_gelu(x)[1]], jnp.bfloat16)
-
-
-@needs_mosaic
-@pytest.mark.parametrize("name", ["forward", "input_gradient"])
-@pytest.mark.parametrize(("block", "lines"), some([(64, 2), (128, 1)], 64))
-def test_feature_rows_multiply_with_the_widest_instruction(block, lines, name):
-    """One m64n256k16 for 64 features and 256 tokens; checked as far as Mosaic lowers without CUDA.
-
-    Tokens as rows need m64n64k16 for the forward product of merged lines.
-    """
-    layout = make_layout("monarch", 512, 1024, block, 0.5)
-    x, values, dy = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((304, 512), (layout.nnz, block, block), (304, 1024))
-    )
-    instructions = {}
-    for feature_rows in (False, True):
-        product = tuning.ProductTiles(128, 128, 64, 3, 2, 1, lines=lines, feature_rows=feature_rows)
-        config = dataclasses.replace(small_tiles(block), **{name: product})
-
-        def run(x, values, dy, config=config):
-            if name == "forward":
-                return pallas_hopper.block_sparse_matmul(x, values, layout.tables(), tuning=config)
-            return pallas_hopper.input_gradient(dy, values, layout.tables(), tuning=config)
-
-        with targeted_gpu():
-            text = jax.jit(run).trace(x, values, dy).lower(lowering_platforms=("cuda",)).as_text()
-        instructions[feature_rows] = set(re.findall(r"aligned\.(m64n\d+k16)", text))
-    narrow = name == "forward" and lines == 2
-    assert instructions == {
-        True: {"m64n256k16"},
-        False: {"m64n64k16" if narrow else "m64n128k16"},
-    }
-
-
-@needs_mosaic
 @pytest.mark.parametrize("tokens", some([1, 300, 1001], 1001))
 def test_products_of_any_number_of_tokens_lower(tokens):
     layout = make_layout("pixelfly", 512, 512, 128, 1 / 2)
@@ -188,28 +127,6 @@ def test_products_of_any_number_of_tokens_lower(tokens):
 
     with targeted_gpu():
         jax.jit(products).trace(x, values, x).lower(lowering_platforms=("cuda",))
-
-
-def test_feature_rows_are_tried_where_a_consumer_has_64_features_of_one_line():
-    tried = {}
-    for pattern, block, dtype in itertools.product(
-        ("monarch", "random"), (32, 64, 128), ("bfloat16", "float32")
-    ):
-        layout = make_layout(pattern, 5120, 15360, block, 1 / 8)
-        x = jax.ShapeDtypeStruct((2048, 5120), dtype)
-        values = jax.ShapeDtypeStruct((layout.nnz, block, block), dtype)
-        with targeted_gpu():
-            space = next(iter(pallas_hopper.spaces(x, values, layout.tables()).values()))
-        assert not space.start.feature_rows
-        tried[pattern, block, dtype] = any(
-            tiles.feature_rows for tiles in space.neighbours(space.start)
-        )
-    # Random columns of block 64 are not merged, so their tiles are 64 wide.
-    assert {case for case, is_tried in tried.items() if is_tried} == {
-        ("monarch", 128, "bfloat16"),
-        ("monarch", 64, "bfloat16"),
-        ("random", 128, "bfloat16"),
-    }
 
 
 @needs_mosaic
@@ -417,17 +334,6 @@ def test_illegal_operands_are_refused():
     assert "compute capability 9.0" in refused(legal, kind="NVIDIA A100-SXM4-80GB")
     with pytest.raises(UserError, match=r"runs on gpu, and this is cpu\. Legal here"):
         kernels_chosen(legal, "pallas_hopper")
-
-
-@needs_mosaic
-@pytest.mark.parametrize(
-    ("block", "lines", "dtype"), [(64, 1, "bfloat16"), (32, 4, "bfloat16"), (128, 1, "float32")]
-)
-def test_feature_rows_that_do_not_fit_the_tiles_are_refused(block, lines, dtype):
-    layout = make_layout("cyclic", 256, 256, block, 0.5)
-    config = small_tiles(block, lines=lines, feature_rows=True)
-    message = refused(layout, np.dtype(dtype), tuning=config)
-    assert "legal: bfloat16, 128 columns, and lines of at least 64 columns" in message
 
 
 @pytest.mark.skipif(

@@ -1,7 +1,5 @@
 """The Hopper kernels compile ahead of time for an H200 at 13B shapes."""
 
-import dataclasses
-
 import described_gpus
 import jax
 import jax.numpy as jnp
@@ -100,43 +98,6 @@ def test_all_three_products_compile_without_copies(compiled, projection, block):
     assert temporary_bytes(program) <= (2**20 if token_splits(layout) == 1 else 2**25)
 
 
-@pytest.mark.parametrize("block", [128, 64])
-def test_feature_rows_need_no_more_registers_or_memory(compiled, block):
-    """A product with a bias, and dx multiplied by the preceding GELU's derivative."""
-    layout = make_layout("pixelfly", *PROJECTIONS["mlp"], block, DENSITY)
-    bias = jax.ShapeDtypeStruct((layout.out_features,), jnp.float32)
-    x, values, dy = operands(layout)
-
-    def tuning(tables, **epilogue):
-        config = pallas_hopper.default_tuning(x, values, tables, **epilogue)
-        forward, back = (
-            dataclasses.replace(tiles, feature_rows=True)
-            for tiles in (config.forward, config.input_gradient)
-        )
-        return dataclasses.replace(config, forward=forward, input_gradient=back)
-
-    def forward(x, values, dy, tables, bias):
-        return pallas_hopper.block_sparse_matmul(
-            x, values, tables, bias=bias, tuning=tuning(tables)
-        )
-
-    def backward(z, values, dy, tables):
-        return pallas_hopper.input_gradient(
-            dy,
-            values,
-            tables,
-            activation="gelu",
-            preactivation=z,
-            tuning=tuning(tables, derivative=True),
-        )
-
-    for function, arguments in [(forward, [bias]), (backward, [])]:
-        program, report = compiled(function, [x, values, dy, layout.tables(), *arguments])
-        assert kernels(program) == 1
-        assert_registers_suffice(report)
-        assert temporary_bytes(program) <= 2**20
-
-
 def test_splitting_the_last_wave_does_not_copy_the_gradient(compiled):
     layout = make_layout("pixelfly", *PROJECTIONS["qkv"], 128, DENSITY)
     tokens = 16384
@@ -224,7 +185,11 @@ def test_the_mlp_is_six_kernels_and_saves_at_most_three_activations(compiled):
 
     def mlp(x, values_in, bias, values_out, dy, *tables):
         y, pullback = jax.vjp(
-            lambda *o: hopper_mlp.run(Operands(*o, *tables)), x, values_in, bias, values_out
+            lambda *o: hopper_mlp.run_sparse_mlp(Operands(*o, *tables)),
+            x,
+            values_in,
+            bias,
+            values_out,
         )
         return y, *pullback(dy)
 

@@ -127,7 +127,10 @@ def test_default_tiles_of_13b_fit_every_chip(chip, density, activated):
             values = jax.ShapeDtypeStruct((layout.nnz, block, block), jnp.bfloat16)
             tables = layout.tables()
             with targeted_tpu(*chip):
-                assert pallas_tpu.refusal(x, values, tables, activated=activated) == ""
+                assert (
+                    pallas_tpu.block_sparse_matmul_refusal(x, values, tables, activated=activated)
+                    == ""
+                )
                 config = pallas_tpu.default_tuning(x, values, tables, activated=activated)
                 assert config.vmem_bytes == tuning.device().vmem_capacity_bytes
             assert config.cores == chip[1]
@@ -190,4 +193,4 @@ def test_a_product_that_exceeds_vmem_is_refused():
     x = jax.ShapeDtypeStruct((8, layout.in_features), jnp.float32)
     values = jax.ShapeDtypeStruct((layout.nnz, 128, 128), jnp.float32)
     with targeted_tpu("TPU v4", 1):
-        assert "fits VMEM" in pallas_tpu.refusal(x, values, layout.tables())
+        assert "fits VMEM" in pallas_tpu.block_sparse_matmul_refusal(x, values, layout.tables())

@@ -141,7 +141,7 @@ def test_concrete_tables_compile(name):
 
 def mlp_gradients(x, values_in, bias, values_out, dy, tables_in, tables_out):
     y, pullback = jax.vjp(
-        lambda *o: mlp.run(Operands(*o, tables_in, tables_out)),
+        lambda *o: mlp.run_sparse_mlp(Operands(*o, tables_in, tables_out)),
         x,
         values_in,
         bias,

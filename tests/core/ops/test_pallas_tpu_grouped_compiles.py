@@ -146,11 +146,11 @@ def test_the_four_groups_of_llama_2_13b_do_not_fit_vmem():
     groups, operands = gated_operands(2048, 5120, 13824, 4)
     reasons = []
 
-    def refusal(x, weight_in, weight_gate, weight_out, dy):
+    def refused(x, weight_in, weight_gate, weight_out, dy):
         reasons.append(
             mlp.groups_refusal(x, weight_in, weight_out, *groups, block=BLOCK, gated=True)
         )
         return x
 
-    compiled(refusal, operands, described("v6e")[0])
+    compiled(refused, operands, described("v6e")[0])
     assert "do not fit VMEM; legal: more groups" in reasons[0]

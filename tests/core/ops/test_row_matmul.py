@@ -153,8 +153,8 @@ def no_state(monkeypatch):
 def test_a_compiler_that_fails_is_a_refusal(not_built, monkeypatch, tmp_path, compiler, words):
     monkeypatch.setenv("CXX", script(tmp_path, compiler))
     assert words in native.build(tmp_path / "kernels")
-    assert words in native.refusal(*(jnp.ones(1),) * 4)
-    assert not list((tmp_path / "kernels").glob(".build-*"))
+    assert words in native.row_matmul_refusal(*(jnp.ones(1),) * 4)
+    assert not list((tmp_path / "kernels").glob("*.partial"))
 
 
 def test_a_machine_without_a_compiler_says_so(not_built, monkeypatch, tmp_path):
@@ -165,24 +165,36 @@ def test_a_machine_without_a_compiler_says_so(not_built, monkeypatch, tmp_path):
     )
 
 
-def test_a_damaged_library_is_compiled_again(
-    compiled_kernels, kernel_folder, not_built, monkeypatch, tmp_path
-):
-    if compiled_kernels:
-        pytest.skip(compiled_kernels)
-    # XLA takes one product of a name in a process.
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: None)
-    library = max(kernel_folder.glob("row_matmul-*.so"), key=lambda path: path.stat().st_mtime)
-    copies = f'while [ "$1" != -o ]; do shift; done; cp {library} "$2"; echo >> {tmp_path}/calls'
-    monkeypatch.setenv("CXX", script(tmp_path, copies))
-    assert native.build(tmp_path / "first") == ""
-    [name] = (path.name for path in (tmp_path / "first").iterdir())
-    for folder, content, calls in (("first", b"", 1), ("other", b"half of a library", 2)):
-        ours = tmp_path / folder / name
-        if content:
-            ours.parent.mkdir()
-            ours.write_bytes(content)
-        monkeypatch.setitem(native._state, "refusal", native._NOT_BUILT)
-        assert native.build(ours.parent) == ""
-        assert ours.read_bytes() == library.read_bytes()
-        assert (tmp_path / "calls").read_text() == "\n" * calls
+@pytest.fixture(name="copied_library")
+def library_of_a_fake_compiler(not_built, monkeypatch, tmp_path):
+    """Makes a compiler write a file and note each call; returns a function that builds with it."""
+    # A damaged library that is loaded ends the process.
+    monkeypatch.setattr(native, "_registers", lambda library: True)
+    (tmp_path / "whole").write_bytes(bytes(range(256)) * 40)
+    compiler = 'while [ "$1" != -o ]; do shift; done; '
+    copies = f'cp {tmp_path}/whole "$2"; echo >> {tmp_path}/calls'
+    monkeypatch.setenv("CXX", script(tmp_path, compiler + copies))
+
+    def build():
+        assert native._build(tmp_path / "kernels") == ""
+        return (tmp_path / "calls").read_text().count("\n")
+
+    return build
+
+
+def test_a_damaged_library_is_compiled_again(copied_library, tmp_path):
+    assert copied_library() == copied_library() == 1
+    [ours] = (tmp_path / "kernels").glob("*.so")
+    whole = ours.read_bytes()
+    flipped = whole[:4000] + bytes([whole[4000] ^ 1]) + whole[4001:]
+    for calls, content in enumerate((flipped, whole[:-99], b"", bytes(len(whole))), start=2):
+        ours.write_bytes(content)
+        assert copied_library() == calls and ours.read_bytes() == whole
+
+
+def test_another_processor_has_a_library_of_its_own(copied_library, monkeypatch):
+    calls = []
+    for name in ("one", "other"):
+        monkeypatch.setattr(native, "processor", lambda name=name: name)
+        calls += [copied_library(), copied_library()]
+    assert calls == [1, 1, 2, 2]

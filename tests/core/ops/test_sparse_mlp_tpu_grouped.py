@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.ops.block_sparse_matmul.cut_tables import cut_columns, cut_rows
 from sparse_dataflow.core.ops.sparse_mlp import mlp_op as api
@@ -57,7 +57,7 @@ def test_aligned_groups_agree_with_the_dense_mlp(gate, tokens, dtype, chip, tuni
     def run(x, values_in, bias_or_gate, values_out):
         bias, gating = (None, (bias_or_gate, gate)) if gate else (bias_or_gate, ())
         mlp = Operands(x, values_in, bias, values_out, *tables, *gating)
-        return kernels.run(mlp, tuning=tuning)
+        return kernels.run_sparse_mlp(mlp, tuning=tuning)
 
     def both(operands, dy):
         y, pull = jax.vjp(run, *operands)
@@ -145,7 +145,7 @@ def block_of(config):
 
     def apply(layer, x):
         weights = layer_weights(config, layer)
-        return gpt.block(config, weights, x, attend=lambda q, k, v, window, cap: q)
+        return gpt.block(config, weights, x, attend=lambda q, k, v, window, cap: q)[0]
 
     return apply, (layer, x)
 

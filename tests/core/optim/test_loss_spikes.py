@@ -33,7 +33,7 @@ from sparse_dataflow.core.optim.optimizers import (
 from sparse_dataflow.core.step_metrics import Norm, StepReport, Sum
 from sparse_dataflow.core.training import hooks
 from sparse_dataflow.core.training.loop import Trainer, advance_side_by_side
-from sparse_dataflow.core.training.phases import Variant
+from sparse_dataflow.core.training.phases import Phase, Variant
 from sparse_dataflow.core.training.programs import Compiled, TrainingData
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
@@ -124,6 +124,18 @@ def test_a_spike_is_skipped_and_training_goes_on(tmp_path):
     assert t.step == 40 and t.finished
     trained = [row["step"] for row in rows(tmp_path, "train")]
     assert trained == [s for s in range(1, 41) if s not in (2, 15, 20)]
+
+
+def test_a_new_phase_begins_a_new_history(tmp_path, monkeypatch):
+    """The model of the next phase has another loss, and so has that of an exchange of blocks."""
+    monkeypatch.setattr(hooks, "convert_state", lambda state, *_: state)
+    higher = {step: 4.0 for step in range(21, 31)} | {step: 8.0 for step in range(31, 41)}
+    t = trainer(tmp_path, higher | {40: 50.0})
+    t.phases = tuple(Phase(a, b, MODEL, False) for a, b in ((0, 20), (20, 30), (30, 40)))
+    t._programs *= 3
+    train(t)
+    assert [row["step"] for row in rows(tmp_path, "skipped")] == [40]
+    assert t.finished and not rows(tmp_path, "rollback")
 
 
 SPIKES = {step: 50.0 for step in (14, 16, 17, 18, 19, 23)}

@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.model import adapters, gpt, stacks
-from sparse_dataflow.core.model.adapters import merged
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import (

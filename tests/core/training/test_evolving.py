@@ -15,12 +15,11 @@ from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training import cost, hooks, loop
-from sparse_dataflow.core.training import phases as plateau
 from sparse_dataflow.core.training.phases import phases, refuse_unfit, run_flops, update_steps
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.monitoring.metrics import read_metrics
 
-DAILY = "gradual", "low_rank_tail", "shared_to_own", "rigl_by_depth"
+DAILY = "gradual", "shared_to_own", "rigl_by_depth"
 
 
 def bits(state):
@@ -81,25 +80,6 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, method):
     assert changes == sorted(starts + update_steps(EVOLUTIONS[method], 10)) != []
     losses = [row["loss"] for row in timeless[0] if row["kind"] == "train"]
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", [3, 4, 5, 6])
-def test_a_plateau_starts_the_dense_phase_early_also_after_a_resume(tmp_path, stop, monkeypatch):
-    """Evaluations at steps 2, 4, ... show no gain: the second stale one is at step 6."""
-    monkeypatch.setattr(plateau, "PLATEAU_GAIN", 0.9)
-    evolution = dataclasses.replace(EVOLUTIONS["sparse_to_dense"], at=0.9, plateau=2)
-    every = {"eval_every": 2, "checkpoint_every": 1}
-    start = lambda name: trainer(  # noqa: E731
-        tmp_path / name, "sparse_to_dense", evolution, **every
-    )
-    whole = train(start("whole"))
-    assert [phase.start for phase in whole.phases] == [0, 6]
-    planned = run_flops(MODEL, evolution, TRAINING)
-    assert whole.flops > planned
-    train(start("cut"), until=stop)
-    cut = train(start("cut"))
-    assert cut.phases == whole.phases and bits(cut.state) == bits(whole.state)
 
 
 @pytest.mark.slow
@@ -167,7 +147,6 @@ def test_another_method_is_refused(tmp_path):
         ({"method": "set", "every": 8}, 10, "step 7 of 10; legal: 1 to 7"),
         ({"method": "set", "every": 1}, 1, "none in a run of 1 steps"),
         ({"method": "sparse_to_dense", "at": 0.999}, 100, "has 2 phases, .* from 100% of"),
-        ({"method": "low_rank_tail"}, 40, "from 99% .* with 40 steps one of them has none"),
         ({"method": "gradual"}, 3, "has 3 phases"),
     ],
 )
@@ -217,4 +196,4 @@ def test_flops_of_a_run_are_the_sum_over_phases_and_updates():
     assert flops["rigl"] == pytest.approx(
         flops["set"] + len(update_steps(EVOLUTIONS["rigl"], 10)) * norms
     )
-    assert flops["low_rank_tail"] < flops["set"] < flops["gradual"]
+    assert flops["set"] < flops["gradual"]

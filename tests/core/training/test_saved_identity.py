@@ -57,7 +57,7 @@ def test_a_checkpoint_with_a_removed_setting_fits_where_it_had_no_effect(guided,
         ("model", "window", 3),
         ("model", "biases", ("qkv",)),
         ("training", "final_rate", 0.0),
-        ("evolution", "plateau", 2),
+        ("evolution", "omitted", 0.25),
     ],
 )
 def test_a_checkpoint_older_than_a_setting_fits_its_default_alone(part, name, other, tmp_path):

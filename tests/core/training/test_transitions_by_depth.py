@@ -29,7 +29,6 @@ CHANGES = {
     "sparse_to_dense": lambda model: staged(model, EvolutionConfig("sparse_to_dense"))[:2],
     "mlp_dense_first": lambda model: staged(model, FIRST)[:2],
     "then_all": lambda model: staged(model, FIRST)[1:],
-    "low_rank_tail": lambda model: staged(model, EvolutionConfig("low_rank_tail")),
     "from_dense": lambda model: (DENSE, model),
     "from_denser": lambda model: (
         DENSE.with_linears(dataclasses.replace(SPARSE, density=0.75)),
@@ -102,9 +101,7 @@ def test_every_layer_is_converted_as_among_equal_layers(name):
     assert np.asarray(state.step) == 5
 
 
-@pytest.mark.parametrize(
-    "name", some(["sparse_to_dense", "mlp_dense_first", "low_rank_tail"], "low_rank_tail")
-)
+@pytest.mark.parametrize("name", some(["sparse_to_dense", "mlp_dense_first"], "mlp_dense_first"))
 def test_the_function_is_unchanged(name):
     before, after, change = transition(name, BY_DEPTH)
     state = trained_state(before)

@@ -23,16 +23,19 @@ from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import sharding, whole
+from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.partition import legal, without_tables
 from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.core.weights import kind as kinds
-from sparse_dataflow.core.weights.kind import LEAF, LEAVES, MATRIX, Leaf, Weight, stored_form
+from sparse_dataflow.core.weights.kind import LEAF, LEAVES, MATRIX, Leaf, Weight
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.planner import memory, plan_memory
@@ -63,7 +66,14 @@ def drawn(key, sides=SIDES, seed=0):
 
 
 def test_every_kind_is_tested():
-    assert {"dense", "block_sparse", "low_rank", "masked", "kronecker"} <= set(KEYS)
+    assert {
+        "dense",
+        "block_sparse",
+        "block_tensor_train",
+        "low_rank",
+        "masked",
+        "kronecker",
+    } <= set(KEYS)
 
 
 @each_kind
@@ -72,7 +82,7 @@ def test_drawn_arrays_are_those_that_it_names(key):
     assert {name: array.shape for name, array in arrays.items()} == spec.weight.shapes(spec, SIDES)
     layouts = {kinds.LAYOUT} if spec.weight.stores_blocks else set()
     assert arrays.keys() <= LEAVES.keys()
-    assert stored_form({**arrays, **dict.fromkeys(layouts)}) is spec.weight
+    assert spec.weight.form({**arrays, **dict.fromkeys(layouts)}) is spec.weight
     trained = [a for name, a in arrays.items() if LEAVES[name].role != kinds.TABLE]
     size = sum(math.prod(array.shape) for array in trained)
     assert spec.weight.stored(spec, SIDES) == pytest.approx(size, rel=1e-12)
@@ -86,7 +96,7 @@ def test_drawn_arrays_are_those_that_it_names(key):
         if leaf.output_dim is not None and not blocks:
             assert array.shape[leaf.output_dim] == SIDES[1]
     others = {"bias": 0, "a_kernel": 0, "b_kernel": 0, "gate": 0, **dict.fromkeys(layouts)}
-    assert stored_form({**arrays, **others}) is spec.weight
+    assert spec.weight.form({**arrays, **others}) is spec.weight
 
 
 @each_kind
@@ -255,6 +265,101 @@ def test_an_added_term_goes_with_each_kind_that_offers_one(key):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("key", TERMED)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_leaf_of_a_kind_and_of_its_term_has_a_learning_rate(key, optimizer):
+    spec = dataclasses.replace(spec_of(key), rank=2)
+    model = dataclasses.replace(MODEL.with_linears(spec), parametrization="supar")
+    training = TrainingConfig(20, 4, 8, optimizer=optimizer, sparse_rate=2.0)
+    state = jax.eval_shape(lambda: initial_state(model, training))
+    rates = learning_rate_multipliers(model, training, state.params)
+    assert all(0 < rate < np.inf for rate in jax.tree.leaves(rates))
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Lets a test register kinds of its own: all tests of a process share the registry."""
+    names = ("KINDS", "KIND_NAMES", "PATTERN_NAMES", "LEAVES", "CLASSES")
+    before = {name: getattr(kinds, name).copy() for name in names}
+    yield
+    for name, content in before.items():
+        shared = getattr(kinds, name)
+        shared.clear()
+        shared.update(content) if isinstance(shared, dict) else shared.extend(content)
+
+
+@pytest.mark.parametrize("key", some(["dense", "block_sparse", "masked"], "block_sparse"))
+def test_a_kind_with_the_arrays_of_another_one_changes_no_model_of_that_one(registry, key):
+    model = MODEL.with_linears(spec_of(key))
+    state = initial_state(model, TrainingConfig(20, 4, 8))
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 9), np.int32)
+    before = whole.logits(model, state.weights, tokens)
+    parent = KINDS[key]
+    facts = {
+        "__doc__": "Half the product.",
+        "kind": "halved",
+        "words": "halved weights",
+        "is_pattern": False,
+        "__rmatmul__": lambda self, x: parent.__rmatmul__(self, x) * 0.5,
+    }
+    kinds.register(dataclasses.dataclass(frozen=True, eq=False)(type("Halved", (parent,), facts)))
+    after = whole.logits(model, state.weights, tokens)
+    np.testing.assert_array_equal(after, before)
+    halved = MODEL.with_linears(dataclasses.replace(spec_of(key), kind="halved"))
+    assert np.abs(np.asarray(whole.logits(halved, state.weights, tokens)) - before).max() > 1e-3
+
+
+def test_an_array_of_a_kind_is_not_taken_for_that_of_a_norm(registry):
+    """Norms have a "scale" and a "bias", the head has an "output": none of them is a weight's."""
+    state = initial_state(MODEL, TrainingConfig(20, 4, 8))
+    names = {"scale": object, "output": object}
+    fields = {name: dataclasses.field(metadata={LEAF: Leaf(kinds.TABLE)}) for name in names}
+    kinds.register(incomplete(**fields, __annotations__=names, mine=None))
+    after = initial_state(MODEL, TrainingConfig(20, 4, 9))
+    assert jax.tree.structure(after.params) == jax.tree.structure(state.params)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("optimizer", ["muon", "optax:noisy_sgd"])
+def test_a_kind_is_legal_after_any_update(key, optimizer):
+    """Of both optimizers, an update is not zero where the gradient is."""
+    if KINDS[key].project.__func__ is Weight.project.__func__:
+        pytest.skip("each value of it is legal")
+    model = MODEL.with_linears(spec_of(key))
+    training = TrainingConfig(20, 4, 8, optimizer=optimizer)
+    state = initial_state(model, training)
+    tokens = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
+    step = jax.jit(make_train_step(model, training))
+    for _ in range(2):
+        state, _ = step(state, tokens, 1e-2)
+    broken = jax.tree.map(lambda leaf: leaf + 1, state.params)
+    for params in (state.params, broken):
+        projected = legal(model, params, state.rest)
+        again = legal(model, projected, state.rest)
+        jax.tree.map(np.testing.assert_array_equal, again, projected)
+        changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), projected, params)
+        assert any(jax.tree.leaves(changed)) == (params is broken)
+        numpy = legal(model, *map(jax.device_get, (params, state.rest)))
+        jax.tree.map(np.testing.assert_array_equal, numpy, projected)
+
+
+def test_adapters_of_a_masked_weight_are_restored_without_it():
+    model = with_adapters(MODEL.with_linears(spec_of("masked")), rank=2)
+    state = initial_state(model, TrainingConfig(20, 4, 8, adapter_rank=2))
+    restored = SavedState.of(state, has_base=True).state(model)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "feature"])
+def test_a_kind_that_is_not_cut_over_an_axis_is_refused_there(axis):
+    sizes = meshes.parse(f"{axis}:2", None)
+    executor = Sharded(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+    model = MODEL.with_linears(LinearSpec("kronecker", "kronecker"), ["mlp_in"])
+    with pytest.raises(UserError, match=r"Kronecker products.*; legal"):
+        executor.check(model, TrainingConfig(20, 4, 8))
+    executor.check(MODEL, TrainingConfig(20, 4, 8))
+
+
 def incomplete(**changes):
     """A class of weights without some of its facts."""
     base = {
@@ -280,6 +385,12 @@ def incomplete(**changes):
         ({"offers": frozenset({"experts"})}, "'mine' lacks expert_products"),
         ({"kind": "dense"}, "'dense' is registered twice"),
         ({"offers": frozenset({"rank", "speed"})}, "offers speed; legal: .*experts"),
+        ({"offers": frozenset({"tensor_axis"})}, "offers tensor_axis and cuts no array over ten"),
+        (
+            {"__annotations__": {"gate": object}, "mine": None,
+             "gate": dataclasses.field(metadata={LEAF: Leaf(MATRIX)})},
+            "'gate' of Mine has a name that .* legal: other names than .*bias",
+        ),
         (
             {"__annotations__": {"kernel": object}, "mine": None,
              "kernel": dataclasses.field(metadata={LEAF: Leaf(MATRIX)})},
@@ -295,22 +406,21 @@ def test_a_kind_without_a_fact_is_refused_by_its_name(changes, words):
 
 
 def test_an_unknown_kind_is_refused_with_the_legal_ones():
-    with pytest.raises(UserError, match=r"kind.*dense, block_sparse|kind.*block_sparse, dense"):
+    with pytest.raises(UserError, match=r"kind.*Legal: block_sparse, .*dense"):
         LinearSpec("sparse")
 
 
 NAMES = {name for name in LEAVES if LEAVES[name] not in Kronecker.leaves().values()}
 ROOMS = ("core", "interchange", "planner", "pipeline", "relay", "runs", "compile")
 HOMES = (
-    "core/weights/", "interchange/peft.py", "interchange/numpy_reader.py",
-    "interchange/serving/run_in_torch.py",
+    "core/weights/", "interchange/peft.py", "interchange/serving/run_in_torch.py",
 )  # fmt: skip
-"""Who names arrays: the kinds, a reader of a foreign format, and two that run without us."""
+"""Who names arrays: the kinds, a reader of a foreign format, and one that runs without us."""
 
 
 def test_no_other_file_names_a_kind():
-    """What a kind is stands in its class.  A method of evolution and a help text have its name."""
-    allowed = {"core/layouts/evolution.py", "core/config/sparsity.py"}
+    """What a kind is stands in its class.  A help text has its name."""
+    allowed = {"core/config/sparsity.py"}
     pattern = re.compile("low_?rank(?!-)", re.IGNORECASE)
     named = {
         path.relative_to(PACKAGE).as_posix()

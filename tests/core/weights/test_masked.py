@@ -22,8 +22,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
-from sparse_dataflow.core.model.adapters import merged
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.partition import merged, without_tables
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.core.training.transitions import change_model, update_layouts

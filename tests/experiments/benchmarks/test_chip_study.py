@@ -83,6 +83,13 @@ def test_failed_rows_have_a_sentence_and_cost_themselves_alone(collect, tmp_path
     assert {"date", "command", "versions"} <= result["c"].keys()
 
 
+def test_the_figures_of_a_row_are_printed(collect, capsys):
+    nested = {"times": {"dense_ms": 2.0, "steps": 3}, "rows": [1, 2]}
+    collect({"a": lambda _: nested})
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert printed[-3:] == ["done", "times.dense_ms: 2", "times.steps: 3"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_next_call_skips_what_is_there_and_begins_with_the_untried(collect, tmp_path, seed):
     rng = random.Random(seed)

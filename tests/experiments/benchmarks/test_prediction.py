@@ -97,7 +97,7 @@ def test_interplay_of_measured_steps_wins_back_what_fusion_gives(
     monkeypatch.setattr(interplay_report, "_measured", child)
     asked = interplay.Options(tokens=1024, rounds=1, out=str(tmp_path), keep=str(tmp_path))
     monkeypatch.setattr(interplay_report, "_cores", lambda stages: list(range(stages)))
-    interplay_report.run(asked)
+    interplay_report.report_interplay(asked)
     said = capsys.readouterr().out
     assert "- measured, serial: 1/8 of the blocks gains 1.64x unfused, 4.00x fused" in said
     assert said.startswith(f"{CHIP.name}: ")

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.benchmarks.schedule_pictures import ACTIONS, MAX_TICKS, schedule_picture
 from experiments.benchmarks.schedules_page import schedules_page
-from sparse_dataflow.pipeline import schedules
+from sparse_dataflow.pipeline import action_tables
 
 
 def cells(picture, colour):
@@ -21,7 +21,7 @@ def cells(picture, colour):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_every_action_is_a_cell_at_its_tick(recompute):
-    schedule = schedules.make("interleaved", 2, 4, 2, recompute)
+    schedule = action_tables.make("interleaved", 2, 4, 2, recompute)
     picture = schedule_picture(schedule, "key")
     for category, action in enumerate(ACTIONS):
         lefts = cells(picture, f"category{category}")
@@ -37,7 +37,7 @@ def test_every_action_is_a_cell_at_its_tick(recompute):
 
 
 def test_the_picture_of_a_long_schedule_is_truncated():
-    schedule = schedules.make("1f1b", 2, 400)
+    schedule = action_tables.make("1f1b", 2, 400)
     picture = schedule_picture(schedule, "key")
     assert schedule.ticks > MAX_TICKS
     width = float(ElementTree.fromstring(picture).get("width"))
@@ -45,7 +45,7 @@ def test_the_picture_of_a_long_schedule_is_truncated():
 
 
 def test_the_page_has_all_pictures_and_needs_no_network():
-    samples = [schedules.make(name, 2, 4) for name in schedules.SCHEDULES]
+    samples = [action_tables.make(name, 2, 4) for name in action_tables.RULES]
     page = schedules_page(samples)
     for schedule in samples:
         assert f"{schedule.name}: 2 stages, 4 micro-batches" in page

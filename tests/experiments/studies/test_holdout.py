@@ -5,7 +5,8 @@ import pytest
 
 from experiments.studies import holdout
 from experiments.studies.holdout import three_splits
-from sparse_dataflow.data.corpora import Corpus, load_corpus
+from sparse_dataflow.data.corpora import load_corpus
+from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.shards import Shard
 from sparse_dataflow.data.streamed import Stream

@@ -87,11 +87,11 @@ def block_sparse_matmul(
     return grouped.block_sparse_matmul(x, values, tables, products=kernels)
 
 
-def refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
+def block_sparse_matmul_refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     """Return why the target TPU cannot run stored blocks; empty if it can."""
     groups, block = tables.groups, values.shape[-1]
     if groups is None:
-        return grouped.refusal(x, values, tables)
+        return grouped.block_sparse_matmul_refusal(x, values, tables)
     shapes = grouped.operand_shapes(x, values, tables, groups)
     return groups_refusal(*shapes, lane_groups(groups, shapes[1], block), block=block)
 

@@ -58,6 +58,9 @@ def product(
         weight_spec = unit_spec(grid, (1, tiles.features, left.width), axis=1)
     else:
         weight_spec = unit_spec(grid, (1, left.width, tiles.features), axis=2)
+    # A group's columns are strided in x and in y, which no BlockSpec describes: the kernel copies
+    # them itself (`Window`).  The weight's index map changes only with the unit, so that a weight
+    # is read once for all token tiles.
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         functools.partial(
@@ -145,6 +148,8 @@ def gradient(
     """
     left, right = sides
     by_column = streams_x(sides)
+    # One factor must be transposed for the matrix unit.  The narrow one is whole in a step, so it
+    # is transposed once; the feature tiles cut the wide one.
     narrow, wide = (left, right) if by_column else (right, left)
     grid = Grid(len(x), tiles.tokens, left.groups, wide.width // tiles.features, cores)
     if by_column:
@@ -215,6 +220,7 @@ def _gradient_kernel(x_hbm, dy_hbm, dweight_ref, sum_ref, *refs, grid, sides, ch
 def unit_spec(grid: Grid, shape: tuple[int, ...], axis: int) -> pl.BlockSpec:
     """Return the spec of [groups, ...] whose `axis` the feature tiles cut."""
 
+    # The token tile `i` does not appear: the block stays in VMEM while it counts.
     def index(core, number, i):
         group, tile = grid.unit(core, number)
         return group, *(tile if k == axis else 0 for k in range(1, len(shape)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparse_dataflow.chips.tpu.grouped_matmul.windows import Columns
 from sparse_dataflow.chips.tpu.matmul.tuning import LANES, budget, device, even
-from sparse_dataflow.core.ops.tuned import ProductTuning
+from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import ProductTuning
 
 ENOUGH_TOKENS = 256
 """Tokens of a tile below which narrower feature tiles, which read x again, are better."""

@@ -16,6 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from sparse_dataflow.chips.tpu.matmul.tuning import LANES
 
+Index = int | jax.Array
+"""A number of the grid, traced inside a kernel."""
+
 
 class Columns(NamedTuple):
     """The columns of each group on one side of a weight.
@@ -39,13 +42,14 @@ class Columns(NamedTuple):
         """Return whether tiles of this many features are whole runs, or equal parts of runs."""
         return self.width % tile == 0 and (tile % self.run == 0 or self.run % tile == 0)
 
-    def runs(self, group: Any, number: Any, tile: int) -> Iterator[tuple[Any, int, int]]:
+    def runs(self, group: Index, number: Index, tile: int) -> Iterator[tuple[Any, int, int]]:
         """Yield (column, offset in the tile, features) of each run in tile `number` of a group."""
         length = min(self.run, tile)
         for offset in range(0, tile, length):
             # A tile is several whole runs, or a part of one.  Example: 2 groups, runs of 256, tiles
             # of 128.  Tile 3 of group 1 is the second half of its run 1: column 3 * 256 + 128.
-            run, start = number * (tile // length) + offset // length, 0
+            run: Index = number * (tile // length) + offset // length
+            start: Index = 0
             if length < self.run:
                 run, start = run // (self.run // length), run % (self.run // length) * length
             yield (run * self.groups + group) * self.run + start, offset, length
@@ -81,20 +85,20 @@ class Grid(NamedTuple):
         """Steps of one core."""
         return self.shape[1] * self.shape[2]
 
-    def unit(self, core: Any, number: Any) -> tuple[Any, Any]:
+    def unit(self, core: Index, number: Index) -> tuple[Index, Index]:
         """Return (group, feature tile) of a core's unit."""
         number = core * self.shape[1] + number
         if self.tiles == 1:
             return number, 0
         return lax.div(number, self.tiles), lax.rem(number, self.tiles)
 
-    def place(self, core: Any, step: Any) -> tuple[Any, Any, Any]:
+    def place(self, core: Index, step: Index) -> tuple[Index, Index, Any]:
         """Return (group, feature tile, first token) of a core's step."""
         token_tiles = self.shape[2]
         unit = self.unit(core, lax.div(step, token_tiles))
         return *unit, self.first_token(lax.rem(step, token_tiles))
 
-    def first_token(self, token_tile: Any) -> Any:
+    def first_token(self, token_tile: Index) -> Any:
         """Return the first row of a token tile."""
         first = token_tile * self.token_tile
         if self.tokens % self.token_tile:
@@ -104,7 +108,7 @@ class Grid(NamedTuple):
             first = jnp.minimum(first, self.tokens - self.token_tile)
         return first
 
-    def zero_repeated_rows(self, array: jax.Array, token_tile: Any) -> jax.Array:
+    def zero_repeated_rows(self, array: jax.Array, token_tile: Index) -> jax.Array:
         """Zero the rows of [token_tile, ...] that the last tile shares with the tile before."""
         if not self.tokens % self.token_tile:
             return array
@@ -128,7 +132,7 @@ class Window(NamedTuple):
     grid: Grid
     columns: Columns
     tiled: bool
-    core: Any
+    core: Index
     hbm: Any
     buffers: Any
     semaphores: Any
@@ -139,11 +143,11 @@ class Window(NamedTuple):
         shape = (buffers, grid.token_tile, tile)
         return [pltpu.VMEM(shape, dtype), pltpu.SemaphoreType.DMA((buffers,))]
 
-    def at(self, step: Any) -> Any:
+    def at(self, step: Index) -> Any:
         """Return the VMEM ref of a step."""
         return self.buffers.at[self._buffer(step)]
 
-    def fetch(self, step: Any) -> None:
+    def fetch(self, step: Index) -> None:
         """Start the copies into VMEM for a step of this core, if it exists."""
 
         @pl.when(step < self.grid.steps)
@@ -151,17 +155,17 @@ class Window(NamedTuple):
             for hbm, vmem in self._runs(step):
                 pltpu.make_async_copy(hbm, vmem, self.semaphores.at[self._buffer(step)]).start()
 
-    def send(self, step: Any) -> None:
+    def send(self, step: Index) -> None:
         """Start the copies of a step's results to HBM."""
         for hbm, vmem in self._runs(step):
             pltpu.make_async_copy(vmem, hbm, self.semaphores.at[self._buffer(step)]).start()
 
-    def wait(self, step: Any) -> None:
+    def wait(self, step: Index) -> None:
         """Wait for the copies of a step; all runs signal one semaphore by their bytes."""
         buffer = self.at(step)
         pltpu.make_async_copy(buffer, buffer, self.semaphores.at[self._buffer(step)]).wait()
 
-    def reuse(self, step: Any) -> Any:
+    def reuse(self, step: Index) -> Any:
         """Return the ref for a step's results, once the copies of step - 2 are complete."""
 
         @pl.when(step >= 2)
@@ -170,7 +174,7 @@ class Window(NamedTuple):
 
         return self.at(step)
 
-    def drain(self, step: Any) -> None:
+    def drain(self, step: Index) -> None:
         """Wait for the last copies to HBM at the core's last step."""
 
         @pl.when(step == self.grid.steps - 1)
@@ -211,11 +215,11 @@ class TransposedWindow(NamedTuple):
         transposed = pltpu.VMEM((2, width, grid.token_tile), dtype)
         return [*Window.scratch(grid, width, dtype, buffers), transposed]
 
-    def at(self, step: Any) -> Any:
+    def at(self, step: Index) -> Any:
         """Return the transposed tile of a step."""
         return self.transposed.at[lax.rem(step, 2)]
 
-    def advance(self, step: Any) -> None:
+    def advance(self, step: Index) -> None:
         """Wait for the rows of the next step, and start the copies of those after it."""
         window = self.window
 
@@ -234,7 +238,7 @@ class TransposedWindow(NamedTuple):
         # transposed during the step before.
         window.fetch(step + 2)
 
-    def transpose_next(self, step: Any, part: Any, parts: int) -> None:
+    def transpose_next(self, step: Index, part: Index, parts: int) -> None:
         """Transpose one of `parts` equal parts of the next step's rows; the last may repeat."""
         most = pl.cdiv(self._blocks, parts)
         for number in range(most):

@@ -26,7 +26,6 @@ from sparse_dataflow.chips.tpu.matmul.shapes import (
     pad_to,
     padded_widths,
     require_tuning,
-    search_spaces,
 )
 from sparse_dataflow.chips.tpu.matmul.tables import smem_bytes
 from sparse_dataflow.chips.tpu.matmul.tuning import TuningConfig
@@ -34,7 +33,6 @@ from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.ops.activation import times_derivative
 from sparse_dataflow.core.ops.block_sparse_matmul import fused
 from sparse_dataflow.core.ops.dispatch import Shaped
-from sparse_dataflow.core.ops.tuned import Case, SearchSpace
 
 BLOCKS = (32, 64, 128, 256)
 """Legal block sides."""
@@ -55,7 +53,8 @@ def block_sparse_matmul(
     """Compute activation(x W + bias) in float32, rounded to x's dtype; differentiable.
 
     Args:
-      x: as in `api.block_sparse_matmul`, also the next two; `refusal` has nothing against them.
+      x: as in `api.block_sparse_matmul`, also the next two.  `block_sparse_matmul_refusal` of
+        the three is empty.
       values: stored blocks.
       tables: index tables.
       bias: [out_features], any float dtype.
@@ -69,7 +68,9 @@ def block_sparse_matmul(
     return fused_product(options, x, values, bias, lines)
 
 
-def refusal(x: Shaped, values: Shaped, tables: LayoutTables, *, activated: bool = False) -> str:
+def block_sparse_matmul_refusal(
+    x: Shaped, values: Shaped, tables: LayoutTables, *, activated: bool = False
+) -> str:
     """Return why the target TPU cannot run these operands; empty if it can."""
     block = values.shape[-1]
     if block not in BLOCKS:
@@ -95,11 +96,6 @@ def default_tuning(
     `activated` says whether an activation is fused.
     """
     return choose_tuning(x, values, build_tile_tables(tables, values.shape[-1]), activated)
-
-
-def spaces(x: Shaped, values: Shaped, tables: LayoutTables) -> dict[Case, SearchSpace] | None:
-    """Return the search space of each product; None if a product has no tiles that fit VMEM."""
-    return search_spaces(x, values, build_tile_tables(tables, values.shape[-1]), False)
 
 
 def _gradients(options, x, values, before, dy, lines):

@@ -58,6 +58,9 @@ def line_gradient(
     tables = chunked(tables, tiles.lines, tiles.entries)
     entries, blocks = tables.index.shape[1], tiles.entries * ratio**2
     width = tiles.lines * tile
+    # Grid: (line sets, token tiles), tokens innermost, so that the sums of a line set stay in VMEM
+    # over all tokens.  A line's entries may index any feature of `gathered`, so its rows are
+    # whole; only the lines of the set are read of `lined`.
     wide = pl.BlockSpec((tiles.tokens, width), lambda line_set, i, *_: (i, line_set))
     gathered_spec = pl.BlockSpec((tiles.tokens, gathered.shape[1]), lambda line_set, i, *_: (i, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -74,6 +77,8 @@ def line_gradient(
         pltpu.VMEM((2, blocks, block, block), result.dtype),
         pltpu.SemaphoreType.DMA((2,)),
     ]
+    # The last token tile may be longer than what is left.  Its rows past the end are undefined,
+    # and zeros of one factor keep them out of the sums.
     if not activated and tokens % tiles.tokens:
         scratch.append(pltpu.VMEM((tiles.tokens, width), lined.dtype))
     line_sets = len(tables.count) // tiles.lines

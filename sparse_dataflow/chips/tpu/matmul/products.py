@@ -53,6 +53,8 @@ def line_product(
     stream, tables = stream_shape(values, tables, tiles.stream, tiles.lines, transposed)
     tile = stream.tile
     token_tiles = pl.cdiv(len(x), tiles.tokens)
+    # Cores share token tiles, and each reads all weights.  The innermost axis is the lines, so a
+    # tile of x stays in VMEM while the stored blocks stream past it.
     cores = cores if token_tiles % cores == 0 else 1
     tiles_per_core = token_tiles // cores
     wide = pl.BlockSpec(

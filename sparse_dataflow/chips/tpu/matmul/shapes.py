@@ -1,5 +1,7 @@
 """Tile tables and tile sizes of the block-sparse matmul on a TPU, from its operands."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -7,9 +9,7 @@ from sparse_dataflow.chips.tpu.matmul import tuning as sizes
 from sparse_dataflow.chips.tpu.matmul.tables import TileTables, tile_tables
 from sparse_dataflow.chips.tpu.matmul.tuning import Operand, TuningConfig
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.ops import tuned
 from sparse_dataflow.core.ops.dispatch import Shaped
-from sparse_dataflow.core.ops.tuned import Case, SearchSpace
 from sparse_dataflow.files.errors import UserError
 
 WeightTables = tuple[TileTables, TileTables]
@@ -58,15 +58,10 @@ def choose_tuning(
     """
     info = sizes.device()
     for fuse in (True, False):
-        if spaces := search_spaces(x, values, lines, activated and fuse):
+        if tiles := _tiles(x, values, lines, activated and fuse):
             break
     else:
         return None
-    tiles = tuned.choose_tiles(spaces)
-    if activated:
-        # Only the gradient without an activation is ever measured.
-        starts = {case.product: space.start for case, space in spaces.items()}
-        tiles["weight_gradient"] = starts["weight_gradient"]
     return TuningConfig(
         **tiles, vmem_bytes=info.vmem_capacity_bytes, cores=info.num_cores, fuse_derivative=fuse
     )
@@ -84,27 +79,19 @@ def require_tuning(x: Shaped, values: Shaped, lines: WeightTables, activated: bo
     return tuning
 
 
-def search_spaces(
-    x: Shaped, values: Shaped, lines: WeightTables, activated: bool
-) -> dict[Case, SearchSpace] | None:
-    """Return the search space of each product; None if a product has no tiles that fit VMEM.
-
-    Arguments as in `choose_tuning`.
-    """
+def _tiles(x, values, lines, activated):
+    """Returns the tiles of each product by name; None if a product has none that fit VMEM."""
     cores, budget = sizes.device().num_cores, sizes.budget()
     forward, backward = (
         product_operand(x, values, lines, transposed) for transposed in (False, True)
     )
     gradient = backward if gathers_dy(lines, activated) else forward
-    spaces = {
-        "forward": sizes.product_space(forward, 3, budget, cores),
-        "input_gradient": sizes.product_space(backward, 1, budget, cores),
-        "weight_gradient": sizes.gradient_space(gradient, activated, budget, cores),
+    tiles: dict[str, Any] = {
+        "forward": sizes.product_tiles(forward, 3, budget, cores),
+        "input_gradient": sizes.product_tiles(backward, 1, budget, cores),
+        "weight_gradient": sizes.gradient_tiles(gradient, activated, budget, cores),
     }
-    fitting = {product: space for product, space in spaces.items() if space is not None}
-    if len(fitting) < len(spaces):
-        return None
-    return tuned.keyed_by_case("pallas_tpu", x, values, padded_widths(lines, values), fitting)
+    return None if None in tiles.values() else tiles
 
 
 def gathers_dy(lines: WeightTables, activated: bool) -> bool:

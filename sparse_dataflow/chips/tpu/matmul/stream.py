@@ -23,7 +23,7 @@ def pop_if(present: bool, refs: list) -> Any:
     return refs.pop(0) if present else None
 
 
-def wait_for(count: Any, blocks_ref: Any, semaphore: Any) -> None:
+def wait_for(count: int | jax.Array, blocks_ref: Any, semaphore: Any) -> None:
     """Wait for the copies of `count` blocks of a ref [blocks, ...], in powers of two."""
     # A wait needs a static size, and `count` is traced: 5 copies are waited for as 1 and 4.
     for bit in range(blocks_ref.shape[0].bit_length()):
@@ -134,7 +134,7 @@ class Stream(NamedTuple):
     """
 
     shape: StreamShape
-    passes: Any
+    passes: int | jax.Array
     stored_ref: Any
     index_ref: Any
     slot_ref: Any
@@ -149,7 +149,13 @@ class Stream(NamedTuple):
             self._start(number, 0, self.shape.blocks)
 
     def line(
-        self, pass_number: Any, line: Any, x_ref: Any, rows: int, sum_ref: Any, finish: Callable
+        self,
+        pass_number: jax.Array,
+        line: jax.Array,
+        x_ref: Any,
+        rows: int,
+        sum_ref: Any,
+        finish: Callable,
     ) -> None:
         """Multiply x by one line of the weight.
 

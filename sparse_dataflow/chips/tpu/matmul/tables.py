@@ -24,7 +24,7 @@ class TileTables(NamedTuple):
 
     count: Any
     index: Any
-    slot: Any
+    slot: np.ndarray | jax.Array
 
 
 def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
@@ -102,6 +102,7 @@ def _compact(xp, index, slot):
         order = np.argsort(~used, axis=1, kind="stable")
         index, slot = (np.take_along_axis(a, order, axis=1) for a in (index, slot))
         return _int32(np, count, np.where(slot >= 0, index, 0), slot[..., None, None])
+    # Comparisons in place of a sort, as above: stored block of rank e goes to entry e.
     rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, -1)
     chosen = rank[:, None] == jnp.arange(slot.shape[1])[:, None]
     index = jnp.where(chosen, index[:, None], 0).max(axis=2)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
-from sparse_dataflow.core.ops.tuned import ProductTuning, SearchSpace
+from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import ProductTuning
 
 LANES = 128
 """Lanes of a TPU vector register, the narrowest tile of a matrix unit."""
@@ -163,10 +163,10 @@ def largest(tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int]
     return double if double.tokens >= min(ENOUGH_TOKENS, single.tokens) else single
 
 
-def product_space(
+def product_tiles(
     operand: Operand, wide_blocks: int, vmem_bytes: int, cores: int
-) -> SearchSpace | None:
-    """Return the search space that starts at the largest token tile that fits; None if none fits.
+) -> ProductTiles | None:
+    """Return the tiles with the largest token tile that fits; None if none fits.
 
     Args:
       operand: the product's shape.
@@ -187,21 +187,7 @@ def product_space(
         )
         return next(filter(fits, candidates), None)
 
-    def legal(tiles):
-        divides = tiles.rows > 0 and tiles.tokens % tiles.rows == 0
-        aligned = tiles.tokens % sublanes(operand.itemsize) == 0 < tiles.tokens
-        streaming = min(tiles.stream.entries, tiles.lines) > 0 and tiles.stream.ahead > 1
-        return divides and aligned and streaming and tiles.buffers in (1, 2) and fits(tiles)
-
-    start = largest(operand.tokens, operand.itemsize, cores, fitting)
-    choices = {
-        "tokens": tuple(token_tiles(operand.tokens, operand.itemsize, 2048)),
-        "buffers": (1, 2),
-        "rows": (128, 256, 512, 1024),
-        "lines": tuple(range(1, 1 + min(8, operand.lines))),
-        "stream": tuple(dict.fromkeys(streams(operand))),
-    }
-    return None if start is None else SearchSpace(start, choices, legal)
+    return largest(operand.tokens, operand.itemsize, cores, fitting)
 
 
 def streams(operand: Operand) -> Iterator[StreamTiles]:
@@ -239,13 +225,13 @@ def dot_bytes(operand: Operand, stream: StreamTiles, tokens: int, rows: int) -> 
     return sums + rows * operand.tile * (stream.entries * operand.itemsize + 8)
 
 
-def gradient_space(
+def gradient_tiles(
     operand: Operand, activated: bool, vmem_bytes: int, cores: int
-) -> SearchSpace | None:
-    """Return the search space of dW; None if nothing fits.
+) -> GradientTiles | None:
+    """Return the tiles of dW; None if nothing fits.
 
-    It starts at tiles with at most half the VMEM for sums.  Large sums mean few passes over the
-    gathered operand.  The contraction is then the longest that fits.
+    They have at most half the VMEM for sums.  Large sums mean few passes over the gathered operand.
+    The contraction is then the longest that fits.
 
     Args:
       operand: the product's shape.
@@ -257,10 +243,6 @@ def gradient_space(
     def fits(tiles):
         return gradient_bytes(operand, tiles, activated) <= vmem_bytes
 
-    def legal(tiles):
-        aligned = tiles.tokens % LANES == 0 < tiles.tokens and min(tiles.lines, tiles.entries) > 0
-        return aligned and fits(tiles)
-
     entries = even(operand.entries, max(1, _length(operand, 1024) // operand.tile))
     padded = -(-operand.entries // entries) * entries
     max_lines = max(1, vmem_bytes // 2 // (padded * operand.tile**2 * 4))
@@ -269,13 +251,7 @@ def gradient_space(
         for lines in _divided(-(-operand.lines // cores), max_lines)
         for tokens in token_tiles(operand.tokens, operand.itemsize, 512, least=LANES)
     )
-    start = next(filter(fits, candidates), None)
-    choices = {
-        "tokens": tuple(token_tiles(operand.tokens, operand.itemsize, 1024, least=LANES)),
-        "lines": tuple(_divided(operand.lines, operand.lines)),
-        "entries": tuple(dict.fromkeys(even(operand.entries, most) for most in (1, 2, 4, 8, 16))),
-    }
-    return None if start is None else SearchSpace(start, choices, legal)
+    return next(filter(fits, candidates), None)
 
 
 def gradient_bytes(operand: Operand, tiles: GradientTiles, activated: bool) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention import dot_product
 from sparse_dataflow.core.ops.attention.dot_product import Tokens
 from sparse_dataflow.files.errors import UserError
@@ -119,12 +119,12 @@ def shard_attention(
     """
     at = jnp.asarray(order)[shard]
     local_documents = None if documents is None else jnp.take(documents, at, axis=1)
-    platform = dispatch.platform()
-    reason = "cuDNN has no queries at other positions than the keys'."
-    if platform == "tpu":
-        reason = _splash().refusal(query) or dispatch.sharding_refusal()
-    name = "splash" if platform == "tpu" and not reason else "xla"
-    dispatch.log_choice("shard_attention", name, platform, "" if platform == "cpu" else reason)
+    fastest = _fastest()
+    reason = {"cudnn": "cuDNN has no queries at other positions than the keys'."}.get(fastest, "")
+    if fastest == "splash":
+        reason = _splash().splash_refusal(query) or dispatch.sharding_refusal()
+    name = "xla" if reason else fastest
+    dispatch.log_choice("shard_attention", name, dispatch.platform(), reason)
     if name == "splash":
         both = None if documents is None else (local_documents, documents)
         return _splash().shard_attention(query, key, value, order, shard, window, cap, both)
@@ -148,8 +148,13 @@ def _check(query, key, value, window):
         raise UserError(f"window is {window}; legal: 1 or more tokens, or 0 for all.")
 
 
+def _fastest():
+    """Returns the implementation of the platform that is fastest where it can run."""
+    return platforms.ATTENTION.get(dispatch.platform(), "xla")
+
+
 def _choose(query, key, window=0, cap=0.0, documents=None):
-    fastest = {"gpu": "cudnn", "tpu": "splash"}.get(dispatch.platform(), "xla")
+    fastest = _fastest()
     reason = _refusal(fastest, query, key, window, cap, documents)
     name = "xla" if reason else fastest
     dispatch.log_choice("causal_attention", name, dispatch.platform(), reason)
@@ -160,16 +165,16 @@ def _refusal(name, query, key, window, cap=0.0, documents=None):
     """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
         return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
-    platform = dispatch.platform()
-    required = {"cudnn": "gpu", "splash": "tpu"}.get(name, platform)
-    if required != platform:
-        return f"it runs on {required}, and this is {platform}; legal here: reference, xla."
+    needed = next((each for each, has in platforms.ATTENTION.items() if has == name), "")
+    if needed and name not in ("xla", _fastest()):
+        here = dispatch.platform()
+        return f"it runs on {needed}, and this is {here}; legal here: reference, xla."
     if name == "cudnn" and cap:
         return "cuDNN has no soft cap of scores."
     if name == "cudnn":
         return dot_product.cudnn_refusal(query, key, window, documents)
     if name == "splash":
-        return _splash().refusal(query) or dispatch.sharding_refusal()
+        return _splash().splash_refusal(query) or dispatch.sharding_refusal()
     return ""
 
 

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core.config.attention_settings import DENSE_TOKENS
 from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 
 CHUNK = 512
 """Most queries, and most keys, of a chunk."""
@@ -94,6 +94,7 @@ def chunked_attention(
 def _chunks(array, fill=0):
     """Returns [B, T, ...] as [C, B, T / C, ...], padded to whole chunks with `fill`."""
     length = array.shape[1]
+    # Equal chunks, so that the padding is shorter than the number of chunks.
     count = -(-length // CHUNK)
     size = -(-length // count)
     padding = [(0, 0), (0, count * size - length), *[(0, 0)] * (array.ndim - 2)]
@@ -109,6 +110,7 @@ def _marks(tokens):
 
 def _joined(chunks, length):
     """Inverts `_chunks`."""
+    # Without the padding of `_chunks`.
     chunks = jnp.moveaxis(chunks, 0, 1)
     return chunks.reshape(len(chunks), -1, *chunks.shape[3:])[:, :length]
 
@@ -171,6 +173,8 @@ def _backward(window, cap, residuals, gradient_CxBxTxNxGxK):
     def key_gradients(dq, chunk):
         k, v, key_at = chunk
 
+        # Queries are the inner loop: the gradients of a chunk of keys are sums over them, and dq is
+        # added where it belongs.
         def add_queries(carry, chunk):
             dq, dk, dv = carry
             i, q, dy, at, log_sum, mean = chunk
@@ -242,7 +246,7 @@ def xla_attention(
         return chunked_attention(query, key, value, queries, keys, window, cap)
     # Kernels and chunks name what their own backward passes read: a second name would keep a copy.
     mask = visible(queries, keys, window)
-    if dispatch.platform() == "cpu" and not cap and isinstance(key.shape[1], int):
+    if dispatch.on(platforms.ATTENTION_SCORES) and not cap and isinstance(key.shape[1], int):
         on_cpu = importlib.import_module("sparse_dataflow.chips.cpu.attention")
         attended = on_cpu.attention(query, key, value, mask)
     else:
@@ -295,6 +299,7 @@ def masked_attention(
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
     wide = jnp.promote_types(query.dtype, jnp.float32)
     batch, tokens, heads, width = query.shape
+    # Query heads that share a key head are an axis of their own: repeated keys would be copies.
     grouped = query.reshape(batch, tokens, key.shape[2], -1, width)
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, key, preferred_element_type=wide)
     scores = scores.reshape(batch, heads, tokens, -1) / math.sqrt(width)
@@ -335,5 +340,6 @@ def document_numbers(tokens: jax.Array, eot_id: int) -> jax.Array:
       tokens: int32 [batch, tokens], in jax or numpy, as the result is.
       eot_id: the token that ends a document, and belongs to it.
     """
+    # Less itself: the token that ends a document belongs to it.
     ends = (tokens == eot_id).astype(jnp.int32)
     return ends.cumsum(axis=1, dtype=jnp.int32) - ends

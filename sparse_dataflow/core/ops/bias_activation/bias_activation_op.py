@@ -7,7 +7,7 @@ from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
 
 
-def run(x: jax.Array, bias: jax.Array, activation: str) -> jax.Array:
+def run_bias_activation(x: jax.Array, bias: jax.Array, activation: str) -> jax.Array:
     """Compute the op by XLA, which fuses it with what is around."""
     return activation_op(activation)(x + broadcast_like(bias, x))
 
@@ -20,7 +20,7 @@ OP = Op(
     },
     fallback=("xla",),
 )
-"""An implementation has `run` of the operands of `bias_activation`, and `refusal` of them."""
+"""An implementation has `run_bias_activation` and `bias_activation_refusal` of its operands."""
 
 IMPLEMENTATIONS = tuple(OP.implementations)
 
@@ -43,4 +43,4 @@ def bias_activation(
       UserError: a named implementation cannot run.
     """
     operands = x, bias, activation
-    return OP.module(implementation, *operands).run(*operands)
+    return OP.module(implementation, *operands).run_bias_activation(*operands)

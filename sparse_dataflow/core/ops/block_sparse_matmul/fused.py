@@ -61,6 +61,8 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
     def tangent(options, saved, tangents):
         x, values, _, preactivation, tables = saved
         dx, dvalues, dbias, _ = tangents
+        # The tangent is linear in dx, dvalues and dbias, and the activation is not: its derivative
+        # at the saved pre-activation multiplies the sum of the three.
         linear = dataclasses.replace(options, activation=None)
         terms = [] if dx is None else [matmul(linear, dx, values, None, tables)]
         terms += [] if dvalues is None else [matmul(linear, x, dvalues, None, tables)]

@@ -14,7 +14,8 @@ from jax import lax
 
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import Groups, LayoutTables
-from sparse_dataflow.core.ops import derivatives, dispatch, quantized
+from sparse_dataflow.core.ops import derivatives, dispatch, platforms
+from sparse_dataflow.core.ops.dispatch import Shaped
 
 Products = Callable[..., jax.Array]
 """(x [tokens, features], weight [groups, inputs, outputs], its groups, block=side) -> y."""
@@ -39,7 +40,7 @@ def block_sparse_matmul(
     groups, block = tables.groups, values.shape[-1]
     assert groups is not None
     weight = group_values(values, tables, groups)
-    if dispatch.platform() == "gpu":
+    if dispatch.on(platforms.LIBRARY_GROUPS):
         # Else XLA joins it twice: once for the forward pass, within the product, and once more.
         weight = lax.optimization_barrier(weight)
     x = own_inputs(x, tables, groups, block)
@@ -47,13 +48,13 @@ def block_sparse_matmul(
     return among_outputs(y, tables, groups, block)
 
 
-def refusal(x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTables) -> str:
+def block_sparse_matmul_refusal(x: Shaped, values: Shaped, tables: LayoutTables) -> str:
     """Returns why a layout is no batch of dense products; empty if it is."""
     return "" if tables.groups else "the layout has no equal groups, or may change."
 
 
 def operand_shapes(
-    x: dispatch.Shaped, values: dispatch.Shaped, tables: LayoutTables, groups: Groups
+    x: Shaped, values: Shaped, tables: LayoutTables, groups: Groups
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of the first two operands of `Products`."""
     features = groups.count * x.shape[-1] // groups.in_parts
@@ -147,14 +148,21 @@ _batched_products = derivatives.bilinear(_value, _backward)
 
 def _types(precision):
     """Dtypes (of values, of gradients) that operands are quantised to, or (None, None)."""
-    return quantized.TYPES.get(precision, (None, None))
+    if precision == PRECISIONS[0]:
+        return None, None
+    from sparse_dataflow.core.ops import quantized
+
+    return quantized.TYPES[precision]
 
 
 def _dot(a, b, contracted, batch, dtypes):
     """Batched dot that accumulates in float32 or wider; the result has the dtype of `a`."""
     axes = contracted, ((batch[0],), (batch[1],))
     if None not in dtypes:
+        from sparse_dataflow.core.ops import quantized
+
         return quantized.dot_general(a, b, axes, dtypes)
     # GPUs and TPUs accumulate in float32 and round once. A CPU accumulates in the result's dtype.
-    wide = jnp.promote_types(a.dtype, jnp.float32) if dispatch.platform() == "cpu" else a.dtype
+    narrow = dispatch.on(platforms.NARROW_SUMS)
+    wide = jnp.promote_types(a.dtype, jnp.float32) if narrow else a.dtype
     return lax.dot_general(a, b, axes, preferred_element_type=wide).astype(a.dtype)

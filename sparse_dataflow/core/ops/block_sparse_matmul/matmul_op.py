@@ -1,14 +1,14 @@
 """The block-sparse matmul: one function that dispatches to one implementation per platform."""
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import (
     BlockLayout,
@@ -16,7 +16,7 @@ from sparse_dataflow.core.layouts.layout import (
     check_shapes,
     index_tables,
 )
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.block_sparse_matmul import grouped, xla_few_rows, xla_static
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
 from sparse_dataflow.files.errors import UserError
@@ -47,15 +47,32 @@ MAX_STATIC_GROUPS = 128
 """Most groups of equal support, over columns and rows, that are specialised.  Each group adds about
 0.05 s of compile time on a laptop."""
 
+P = TypeVar("P")
+G = TypeVar("G")
 
-@arguments.checked
+
+@dataclasses.dataclass(frozen=True)
+class ProductTuning(Generic[P, G]):
+    """Tiles of the three products on one device.
+
+    Attributes:
+      forward: tiles of y = xW.
+      input_gradient: tiles of dx = dy Wᵀ.
+      weight_gradient: tiles of dW.
+    """
+
+    forward: P
+    input_gradient: P
+    weight_gradient: G
+
+
 def block_sparse_matmul(
     x: jax.Array,
     values: jax.Array,
     layout: BlockLayout | LayoutTables,
     implementation: str | None = None,
     precision: str = PRECISIONS[0],
-    tuning: Any = None,
+    tuning: object = None,
 ) -> jax.Array:
     """Compute `x @ W` where only some blocks of W are stored.
 
@@ -74,7 +91,7 @@ def block_sparse_matmul(
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and tables.
       precision: as in `ModelConfig`; quantised operands need "grouped" or None, and a layout of
         equal groups.
-      tuning: tile sizes of a named implementation, or None for measured ones or its heuristic's.
+      tuning: tile sizes of a named implementation, or None for its heuristic's.
 
     Returns:
       [..., out_features] in x's dtype; products accumulate in float32 (float64 for float64).
@@ -92,6 +109,8 @@ def block_sparse_matmul(
     product = functools.partial(
         block_sparse_matmul, implementation=implementation, precision=precision, tuning=tuning
     )
+    # Traced tables are operands, which vary and are sharded as others are.  A static layout is
+    # bound to the function: as an operand it would have to be an array.
     if static_layout is None:
         y = dispatch.over_auto_axes(product, x, values, layout)
         x, values, layout = dispatch.equally_varying(x, values, layout)
@@ -112,6 +131,7 @@ def block_sparse_matmul(
     operands = flat, values, static_layout if name == "xla_static" else tables
     if implementation:
         OP.check(name, *operands)
+    # No implementation has to expect zero rows, of which a tile has none.
     if flat.shape[0] == 0:
         return jnp.zeros((*x.shape[:-1], len(tables.in_index) * values.shape[-1]), x.dtype)
     tiles = {} if tuning is None else {"tuning": tuning}
@@ -162,6 +182,7 @@ def check_operands(
         if layout.block != block:
             raise UserError(f"values have blocks of {block}; legal: the layout's {layout.block}.")
         stored, inputs = layout.nnz, layout.in_blocks
+    # Tables may have room for more blocks than are stored, a layout may not.
     if len(values) > stored or (layout and len(values) < stored):
         raise UserError(f"values have {len(values)} blocks; the layout stores {stored}.")
     features = inputs * block
@@ -173,15 +194,15 @@ def check_operands(
 
 
 def _choose(x, values, tables, static_layout):
-    platform, few_rows = dispatch.platform(), dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS)
+    few_rows = dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS)
     names, groups = OP.platform_implementations(), tables.groups
-    if few_rows and platform == "gpu":
+    if few_rows and dispatch.on(platforms.FEW_ROWS):
         # The kernels' tiles have more rows, and each layer's call is compiled by itself.
         names = []
     elif groups and not few_rows:
         # On a GPU a group is a product of the vendor's library.
-        names = ["grouped"] if platform == "gpu" else [*names, "grouped"]
-    if platform == "cpu" and static_layout and not few_rows:
+        names = ["grouped"] if dispatch.on(platforms.LIBRARY_GROUPS) else [*names, "grouped"]
+    if dispatch.on(platforms.STATIC_LAYOUTS) and static_layout and not few_rows:
         sides = xla_static.column_groups(static_layout), xla_static.row_groups(static_layout)
         supports = sum(map(len, sides))
         if supports <= MAX_STATIC_GROUPS:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.ops import derivatives, dispatch
+from sparse_dataflow.core.ops import derivatives, dispatch, platforms
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
 from sparse_dataflow.core.ops.block_sparse_matmul.xla_tuning import TuningConfig, default_tuning
 
@@ -122,7 +122,8 @@ def _batched_dot(a, b, a_axes, b_axes):
 
 def _wide_on_cpu(x):
     """Returns float32 of a 16-bit x on a CPU, whose compiler has no such transposed product."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if dispatch.platform() == "cpu" else x
+    slow = dispatch.on(platforms.SLOW_TRANSPOSED)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if slow else x
 
 
 def _over_tiles(function, tiles, *arrays, summed=False):
@@ -155,6 +156,7 @@ def _whole_tiles(function, tiles, summed):
         return stack.reshape(-1, stack.shape[-1])
     shape = jax.eval_shape(function, *(t[0] for t in tiles))
 
+    # Sums over tokens are carried, so that one result exists and not one for each tile.
     def body(total, tile):
         return total + function(*tile), None
 

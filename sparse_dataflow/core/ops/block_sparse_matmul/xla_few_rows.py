@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 
 FEW_ROWS = 32
 """Most rows of x for which this form is the fastest on a CPU (measured for 1024 x 4096, blocks of
@@ -57,7 +57,7 @@ def _products(x, weight):
     if x.shape[0] == 1:
         # XLA fuses this into one loop; a batched dot starts one product per line.
         products = x.astype(wide)[..., None] * weight.astype(wide)
-        if dispatch.platform() == "gpu" and isinstance(products, jax.core.Tracer):
+        if dispatch.on(platforms.REORDERED_LOOPS) and isinstance(products, jax.core.Tracer):
             # In a loop over tokens XLA else turns some products, and writes them for that.
             products = with_layout_constraint(products, Layout((0, 1, 2, 3)))
         return jnp.sum(products, axis=2)

@@ -31,7 +31,7 @@ def block_sparse_matmul(x: jax.Array, values: jax.Array, layout: BlockLayout) ->
     return _matmul(layout, x, values)
 
 
-def refusal(x: Shaped, values: Shaped, layout: BlockLayout | None) -> str:
+def block_sparse_matmul_refusal(x: Shaped, values: Shaped, layout: BlockLayout | None) -> str:
     """Return why a layout cannot be specialised; empty if it can."""
     return "" if layout else "it needs concrete numpy tables, not traced ones."
 

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.ops import dispatch, tuned
-from sparse_dataflow.core.ops.tuned import Case, ProductTuning, SearchSpace
+from sparse_dataflow.core.ops import dispatch, platforms
+from sparse_dataflow.core.ops.block_sparse_matmul.matmul_op import ProductTuning
 
 GATHERED_BYTES = {"cpu": 4 * 2**20, "gpu": 64 * 2**20, "tpu": 64 * 2**20}
 """Default bound of the gathered copy of a token tile, by platform.
@@ -20,9 +20,6 @@ LONGER_SUM = 4
 
 TOKENS = 128
 """Tiles of many rows are a multiple of this, so that matrix units are full."""
-
-MOST_GATHERED_BYTES = 2**30
-"""Bound of the gathered copy for measured tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,37 +37,17 @@ TuningConfig = ProductTuning[TokenTiles, TokenTiles]
 
 
 def default_tuning(x: jax.Array, values: jax.Array, tables: LayoutTables) -> TuningConfig:
-    """Return measured tile sizes for these shapes, else as many tokens as GATHERED_BYTES hold."""
-    return TuningConfig(**tuned.choose_tiles(spaces(x, values, tables)))
+    """Return tiles of as many tokens as GATHERED_BYTES hold, for each product."""
+    bound = GATHERED_BYTES[dispatch.platform()]
+    longer = bound if dispatch.on(platforms.HOST) else LONGER_SUM * bound
 
+    def tiles(index, most_bytes):
+        row_bytes = index.size * values.shape[-1] * x.dtype.itemsize
+        rows = x.shape[0]
+        return TokenTiles(_even_tile(rows, max(1, min(rows, most_bytes // row_bytes))))
 
-def spaces(x: jax.Array, values: jax.Array, tables: LayoutTables) -> dict[Case, SearchSpace]:
-    """Return the search space of each product; arguments as in `default_tuning`."""
-    block = values.shape[-1]
-    spaces_by_product = {}
-    for product in tuned.PRODUCTS:
-        bound = GATHERED_BYTES[dispatch.platform()]
-        if product == "weight_gradient" and dispatch.platform() != "cpu":
-            bound *= LONGER_SUM
-        index = tables.out_index if product == "input_gradient" else tables.in_index
-        row_bytes = index.size * block * x.dtype.itemsize
-        spaces_by_product[product] = _space(x.shape[0], row_bytes, bound)
-    widths = len(tables.out_index) * block, len(tables.in_index) * block
-    return tuned.keyed_by_case("xla", x, values, widths, spaces_by_product)
-
-
-def _space(rows, row_bytes, bound):
-    """Return the token tiles of x [rows, ...] that gather `row_bytes` for each row.
-
-    The search starts at the largest that gathers `bound` bytes.
-    """
-
-    def legal(tiles):
-        bounded = tiles.tokens == 1 or tiles.tokens * row_bytes <= MOST_GATHERED_BYTES
-        return bounded and 1 <= tiles.tokens <= max(1, rows)
-
-    start = TokenTiles(_even_tile(rows, max(1, min(rows, bound // row_bytes))))
-    return SearchSpace(start, {"tokens": (64, 128, 256, 512, 1024, 2048, rows)}, legal)
+    forward, backward = tiles(tables.in_index, bound), tiles(tables.out_index, bound)
+    return TuningConfig(forward, backward, tiles(tables.in_index, longer))
 
 
 def _even_tile(rows, most):

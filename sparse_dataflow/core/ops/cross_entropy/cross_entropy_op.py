@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.core.config import remat
-from sparse_dataflow.core.ops import derivatives, dispatch, matrix_product
+from sparse_dataflow.core.ops import derivatives, dispatch, matrix_product, platforms
 from sparse_dataflow.core.ops.derivatives import wide
 
 Axis = str | tuple[str, ...]
@@ -39,8 +39,8 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: Axis) -> jax.Array:
     """
     rows = local_rows(tokens, len(table), axis)
     is_local = (rows >= 0) & (rows < len(table))
-    found = derivatives.lookup(table, jnp.clip(rows, 0, len(table) - 1))
-    return jnp.where(is_local[..., None], found, 0)
+    embedded = derivatives.lookup(table, jnp.clip(rows, 0, len(table) - 1))
+    return jnp.where(is_local[..., None], embedded, 0)
 
 
 def local_rows(tokens: jax.Array, local_vocab: int, axis: Axis | None) -> jax.Array:
@@ -81,6 +81,7 @@ def logits_at(logits: jax.Array, rows: jax.Array, axis: Axis | None) -> jax.Arra
     """Return the logit at each token's local row, which one device has: float [tokens]."""
     if axis is None:
         return jnp.take_along_axis(logits, rows[:, None], axis=1)[:, 0]
+    # A row of another device hits nothing here, and the sum over devices has the one that did.
     hit = jnp.arange(logits.shape[1]) == rows[:, None]
     return lax.psum(jnp.sum(jnp.where(hit, logits, 0), axis=1), axis)
 
@@ -225,7 +226,7 @@ def capped(logits: jax.Array, cap: float) -> jax.Array:
 
 
 def over_chunks(
-    step: Callable, carry: Any, arrays: tuple[jax.Array, ...], vocabulary: int
+    step: Callable, carry: object, arrays: tuple[jax.Array, ...], vocabulary: int
 ) -> tuple[Any, Any]:
     """Scan `step(carry, chunk's arrays)` over chunks; return (carry, results of all tokens).
 
@@ -233,12 +234,12 @@ def over_chunks(
     unrolled chunks may run concurrently, and a GPU's compiler then allocates one gradient of the
     whole embedding per chunk.
     """
-    on_cpu = dispatch.platform() == "cpu"
+    cached = dispatch.on(platforms.CACHED_CHUNKS)
     # A chunk's logits in float32 are then at most as large as the gradient of the embedding.
     cpu_tokens = max(remat.CPU_TOKENS, arrays[0].shape[-1])
-    chunk = cpu_tokens if on_cpu else int(remat.chunk_tokens(vocabulary))
+    chunk = cpu_tokens if cached else int(remat.chunk_tokens(vocabulary))
     chunks = len(arrays[0]) // chunk
-    max_unrolled = UNROLL_CHUNKS if on_cpu else 1
+    max_unrolled = UNROLL_CHUNKS if cached else 1
     results_by_chunk, start = [], 0
     if chunks > max_unrolled:
         start = chunks * chunk
@@ -251,21 +252,6 @@ def over_chunks(
         results_by_chunk.append(results)
         start = end
     return carry, jax.tree.map(lambda *results: jnp.concatenate(results), *results_by_chunk)
-
-
-def token_losses(x: jax.Array, embedding: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return -log softmax(x Eᵀ)[target] of each token; see `cross_entropy_op.token_scores`."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.matmul(x, embedding.T, preferred_element_type=wide)
-    log_probability = jax.nn.log_softmax(logits)
-    return -jnp.take_along_axis(log_probability, targets[:, None], axis=1)[:, 0]
-
-
-def plain_weighted_loss(
-    x: jax.Array, embedding: jax.Array, targets: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """Return the sum of weights * token_losses."""
-    return jnp.sum(token_losses(x, embedding, targets) * weights)
 
 
 class TeacherOutput(NamedTuple):
@@ -311,6 +297,8 @@ def distillation_loss(
     """
     rows = len(embedding) * (1 if axis is None else lax.axis_size(axis))
     output = teacher.embedding
+    # The teacher's vocabulary may be shorter than the padded one; rows of zeros stand for ids that
+    # nobody has.
     if rows > len(output):
         output = jnp.pad(output, [(0, rows - len(output)), (0, 0)])
     if axis is not None:

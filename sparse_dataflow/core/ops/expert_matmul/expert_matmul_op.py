@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, index_tables
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.expert_matmul import expert_tiles as tiles
 
 
@@ -21,7 +21,7 @@ def expert_matmul(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.A
     Returns:
       [S, G, F], in the dtype of x: each part of a row times the matrix of its expert and part.
     """
-    if dispatch.platform() == "cpu":
+    if dispatch.on(platforms.EXPERT_LOOP):
         return tiles.expert_matmul(x_SxGxD, weights_ExGxDxF, tiles_T)
     return ragged(x_SxGxD, weights_ExGxDxF, tiles_T)
 

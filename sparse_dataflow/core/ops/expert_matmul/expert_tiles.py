@@ -30,6 +30,7 @@ def _products(x, weights, tiles, equation):
         return y.at[i].set(_einsum(equation, x_tiles[i], weights[tiles[i]]).astype(x.dtype))
 
     parts, outputs = weights.shape[1], weights.shape[2 if equation == _TRANSPOSED else 3]
+    # Zeros, as the loop ends at the last tile that has rows.
     y = jnp.zeros((*x_tiles.shape[:2], parts, outputs), x.dtype)
     y = lax.fori_loop(0, _filled(weights, tiles), product, y)
     return y.reshape(len(x), parts, outputs)
@@ -60,6 +61,7 @@ def _backward(_, saved, dy):
     wide = jnp.promote_types(weights.dtype, jnp.float32)
     x_tiles, dy_tiles = _tiled(x, tiles), _tiled(dy, tiles)
 
+    # Several tiles of an expert add to one gradient, in float32.
     def add(i, total):
         return total.at[tiles[i]].add(_einsum("sgd,sgf->gdf", x_tiles[i], dy_tiles[i]))
 

@@ -60,7 +60,7 @@ def _normalised(norm, x, scale, shift):
     return (result if shift is None else result + shift).astype(x.dtype)
 
 
-def run(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
+def run_residual_norm(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """Compute the op by XLA, from its definition."""
     x, y, bias, scale, shift = operands
     if y is not None:
@@ -77,7 +77,7 @@ OP = Op(
     },
     fallback=("xla",),
 )
-"""An implementation has `run` and `refusal` of (norm, operands)."""
+"""An implementation has `run_residual_norm` and `residual_norm_refusal` of (norm, operands)."""
 
 IMPLEMENTATIONS = tuple(OP.implementations)
 
@@ -87,7 +87,7 @@ def fused(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
     name = OP.choose(OP.platform_implementations(), norm, operands)
     if name in OP.fallback:
         return None
-    return OP.load(name).run(norm, Operands(*equally_varying(*operands)))
+    return OP.load(name).run_residual_norm(norm, Operands(*equally_varying(*operands)))
 
 
 def residual_norm(
@@ -104,4 +104,4 @@ def residual_norm(
     Raises:
       UserError: a named implementation cannot run.
     """
-    return OP.module(implementation, norm, operands).run(norm, operands)
+    return OP.module(implementation, norm, operands).run_residual_norm(norm, operands)

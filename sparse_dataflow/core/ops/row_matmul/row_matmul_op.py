@@ -17,7 +17,7 @@ OP = Op(
     },
     fallback=("xla",),
 )
-"""An implementation has `run` and `refusal` of the operands of `row_matmul`."""
+"""An implementation has `run_row_matmul` of the op's operands, and `row_matmul_refusal`."""
 
 IMPLEMENTATIONS = tuple(OP.implementations)
 
@@ -46,4 +46,4 @@ def row_matmul(
       UserError: a named implementation cannot run.
     """
     operands = x, values_GxKxW, inputs_GxK, kernel
-    return OP.module(implementation, *operands).run(*operands)
+    return OP.module(implementation, *operands).run_row_matmul(*operands)

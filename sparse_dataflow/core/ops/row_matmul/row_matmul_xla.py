@@ -7,7 +7,9 @@ FEW_TOKENS = {"float32": 8, "bfloat16": 1}
 """Dtype -> most tokens for which a CPU is faster with the rows than with the kernel."""
 
 
-def run(x: jax.Array, values: jax.Array, inputs: jax.Array, kernel: jax.Array | None) -> jax.Array:
+def run_row_matmul(
+    x: jax.Array, values: jax.Array, inputs: jax.Array, kernel: jax.Array | None
+) -> jax.Array:
     """Compute `row_matmul`."""
     if kernel is not None and len(x) > FEW_TOKENS.get(x.dtype.name, 1):
         return x @ kernel

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.core.config.activations import ACTIVATIONS, fused_names
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables, index_tables
-from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.bias_activation.bias_activation_op import bias_activation
 from sparse_dataflow.core.ops.block_sparse_matmul import matmul_op as matmul
 from sparse_dataflow.core.ops.block_sparse_matmul import xla_few_rows
@@ -62,12 +62,12 @@ class Operands(NamedTuple):
         return self.activation_refusal() if plain else "it has a product with a bias, and no gate."
 
 
-def refusal(mlp: Operands) -> str:
+def sparse_mlp_refusal(mlp: Operands) -> str:
     """Return why this cannot run the operands; empty if it can."""
     return mlp.plain_refusal()
 
 
-def run(mlp: Operands) -> jax.Array:
+def run_sparse_mlp(mlp: Operands) -> jax.Array:
     """Compute the MLP of x [..., in_features]."""
     hidden = block_sparse_matmul(mlp.x, mlp.values_in, mlp.tables_in)
     hidden = checkpoint_name(hidden, PROJECTION_OUTPUT)
@@ -86,8 +86,8 @@ OP = Op(
     },
     fallback=("products",),
 )
-"""An implementation has `run(operands)`, for `Operands` of at least one token, and `refusal`
-of them.  If it has tiles, it takes them as `tuning`."""
+"""An implementation has `run_sparse_mlp(operands)`, for `Operands` of at least one token, and
+`sparse_mlp_refusal`.  If it has tiles, it takes them as `tuning`."""
 
 IMPLEMENTATIONS = tuple(OP.implementations)
 
@@ -100,7 +100,7 @@ def sparse_mlp(
     layout_in: BlockLayout | LayoutTables,
     layout_out: BlockLayout | LayoutTables,
     implementation: str | None = None,
-    tuning: Any = None,
+    tuning: object = None,
     *,
     activation: str = "gelu",
 ) -> jax.Array:
@@ -139,7 +139,7 @@ def sparse_mlp(
         raise UserError(f"bias_in has shape {bias_in.shape}; legal: {legal}.")
     if implementation is None:
         # A GPU multiplies groups by dense products of the vendor's library.
-        grouped = dispatch.platform() == "gpu" and all(each.groups for each in tables)
+        grouped = dispatch.on(platforms.LIBRARY_GROUPS) and all(each.groups for each in tables)
         implementation = OP.choose(
             [] if grouped or _few_rows(x) else OP.platform_implementations(), mlp
         )
@@ -174,6 +174,7 @@ def gated_sparse_mlp(
     if _few_rows(x):
         return None
     tables_gate, tables_in, tables_out = _checked(x, values, layouts)
+    # Both products read the same inputs in the kernel.
     if values_gate.shape != values_in.shape or not _equal_layouts(tables_gate, tables_in):
         return None
     flat = x.reshape(-1, x.shape[-1])
@@ -189,7 +190,7 @@ def _run(name, x, mlp, tuning=None):
         return jnp.zeros((*x.shape[:-1], features), x.dtype)
     mlp = mlp._replace(x=x) if name == "products" else mlp
     tiles = {} if tuning is None else {"tuning": tuning}
-    y = OP.load(name).run(mlp, **tiles)
+    y = OP.load(name).run_sparse_mlp(mlp, **tiles)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -228,5 +229,5 @@ def _checked(x, values, layouts):
 
 def _few_rows(x):
     """Whether the platform has other products for so few rows of x [..., features]."""
-    own = dispatch.platform() in ("cpu", "gpu")
-    return own and dispatch.at_most(math.prod(x.shape[:-1]), xla_few_rows.FEW_ROWS)
+    few = dispatch.at_most(math.prod(x.shape[:-1]), xla_few_rows.FEW_ROWS)
+    return few and dispatch.on(platforms.FEW_ROWS)

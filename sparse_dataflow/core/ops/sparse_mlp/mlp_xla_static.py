@@ -2,7 +2,8 @@
 
 Where each group of mlp_out reads the hidden blocks that one group of mlp_in computes (`monarch`),
 the groups are MLPs by themselves.  The hidden layer is then never assembled or taken apart, which
-is faster than two products (docs/performance.md).  One batched product over the groups is as fast.
+is faster than two products (docs/evidence/performance.md).  One batched product over the groups is
+as fast.
 """
 
 import functools
@@ -24,14 +25,14 @@ Chain = tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
 """(Input blocks, hidden blocks, output blocks) of each group."""
 
 
-def run(mlp: Operands) -> jax.Array:
+def run_sparse_mlp(mlp: Operands) -> jax.Array:
     """Compute the MLP of concrete layouts; products accumulate in float32 or wider."""
     gate = [] if mlp.values_gate is None else [mlp.values_gate]
     values = (mlp.values_in, mlp.values_out, *gate)
     return _mlp((_layouts(mlp), mlp.activation), mlp.x, values, mlp.bias_in)
 
 
-def refusal(mlp: Operands) -> str:
+def sparse_mlp_refusal(mlp: Operands) -> str:
     """Return why the operands have no chain of groups or too many; empty if this can run them."""
     if reason := mlp.activation_refusal():
         return reason

@@ -10,6 +10,7 @@ from experiments.benchmarks.schedules.case import DENSE, PRODUCTS
 from experiments.benchmarks.schedules.mlp_case import FUSED
 from experiments.schedule_bench import GPUS, IMPLEMENTATIONS, TPUS, Options
 from sparse_dataflow.core.layouts.patterns import make_layout
+from sparse_dataflow.files import derived
 
 SPARSE = estimates.case_of("v6e", "pallas_tpu", "pixelfly", "mlp_in", 128, 1 / 8, 2048)
 DENSE_CASE = estimates.case_of("v6e", DENSE, "", "mlp_in", 0, 1.0, 2048)
@@ -83,17 +84,17 @@ def test_the_fused_mlp_is_compared_with_its_six_dense_products():
 
 
 def test_the_cache_depends_on_the_case_and_the_sources(monkeypatch, tmp_path):
-    digest = estimates.digest(SPARSE)
-    assert digest == estimates.digest(dataclasses.replace(SPARSE))
-    assert digest != estimates.digest(dataclasses.replace(SPARSE, tokens=4096))
-    dense = estimates.digest(DENSE_CASE)
+    key = lambda case: derived.key(estimates.origin(case))  # noqa: E731
+    sparse, dense = key(SPARSE), key(DENSE_CASE)
+    assert sparse == key(dataclasses.replace(SPARSE))
+    assert sparse != key(dataclasses.replace(SPARSE, tokens=4096))
     source = tmp_path / "kernel.py"
     source.write_text("another kernel")
     monkeypatch.setattr(estimates, "_sources", lambda: [source])
-    assert digest != estimates.digest(SPARSE)
-    assert dense == estimates.digest(DENSE_CASE)
+    assert sparse != key(SPARSE)
+    assert dense == key(DENSE_CASE)
     monkeypatch.setattr(estimates, "version_of", lambda package: "another")
-    assert dense != estimates.digest(DENSE_CASE)
+    assert dense != key(DENSE_CASE)
 
 
 def test_sources_have_the_kernels_and_the_reader():
@@ -103,10 +104,10 @@ def test_sources_have_the_kernels_and_the_reader():
 
 
 def test_a_cached_case_is_not_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr(estimates.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
     counts = {"forward": count(7)}
-    path = tmp_path / f"{estimates.digest(SPARSE)}.json"
-    path.write_text(estimates.json.dumps({"counts": counts}))
+    monkeypatch.setattr(estimates, "_counts", lambda case: counts)
+    assert estimates.cached_counts(SPARSE, str(tmp_path)) == counts
+    monkeypatch.setattr(estimates, "_counts", lambda case: pytest.fail("compiled"))
     assert estimates.cached_counts(SPARSE, str(tmp_path)) == counts
 
 

@@ -67,14 +67,14 @@ def test_a_roofline_adds_kernels_and_takes_the_slower_of_flops_and_bytes():
 
 def test_the_cache_depends_on_the_gpu_kernels(monkeypatch, tmp_path):
     case = case_of("pallas_triton")
-    digest = estimates.digest(case)
+    origin = estimates.origin(case)
     ends = {"/".join(path.parts[-2:]) for path in estimates._gpu_sources()}
     kernels = {"triton/matmul.py", "hopper/products.py", "hopper/tuning.py", "ops/derivatives.py"}
     assert kernels | {"schedules/gpu_case.py", "compile/gpu_targets.py", "schedules/ptx.py"} <= ends
     source = tmp_path / "kernel.py"
     source.write_text("another kernel")
     monkeypatch.setattr(estimates, "_gpu_sources", lambda: [source])
-    assert digest != estimates.digest(case)
+    assert origin != estimates.origin(case)
 
 
 def test_the_kept_table_has_every_case_and_no_spills():

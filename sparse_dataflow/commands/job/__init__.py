@@ -1,0 +1,1 @@
+"""A run, read downwards: `run_job` resolves, builds, trains and reports, each in its file."""

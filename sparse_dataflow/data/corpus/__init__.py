@@ -1,0 +1,1 @@
+"""What a corpus is: its sides, names, mixtures, and where its documents are stored."""
