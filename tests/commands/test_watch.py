@@ -21,6 +21,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import preset
 
 PROJECTIONS = ("qkv", "attn_out", "mlp_in", "mlp_out")
+PICTURES = 2 * (3 + len(PROJECTIONS))  # Of two runs: loss, two other curves, a layer's layouts.
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 
 
@@ -72,7 +73,7 @@ def test_the_page_shows_runs_side_by_side_with_what_differs(folders):
     for shown in ("20 of 40", "3.050", "1.250", "6,420", "30.0%", "123,456", "training.batch"):
         assert shown in text, shown
     assert "loss &lt;b&gt;99&lt;/b&gt;" in text and "<b>99" not in text
-    assert len(re.findall("<svg", text)) == 2 * (3 + len(PROJECTIONS))
+    assert len(re.findall("<svg", text)) == PICTURES
     assert "model.d_model" not in text
 
 
@@ -219,6 +220,6 @@ def test_a_browser_refreshes_the_page(folders, tmp_path):
         )  # fmt: skip
     assert ("/content", "1") in requests, done.stderr[-2000:]
     assert "read at" in done.stdout
-    assert done.stdout.count("<svg") == 2 * (2 + len(PROJECTIONS))
+    assert done.stdout.count("<svg") == PICTURES
     assert "Layout of mlp_in, layer 1" in done.stdout
     assert "Settings that differ" in done.stdout

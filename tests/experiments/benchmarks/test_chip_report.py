@@ -20,7 +20,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import plan_memory
 from sparse_dataflow.runs.run_config import SIZES, preset
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 EMPTY = ChipReport(ChipFacts("abacus", "gpu", 2**30), "13b", 0.125, "command", "date", {"jax": "1"})
 HEAD = """
 import json, pathlib, subprocess, sys, time
@@ -107,6 +107,7 @@ chip_report._run([*command, f"--keep={folder}"], {}, folder.parent / "output", 6
     process = subprocess.Popen([sys.executable, "-c", program, str(folder), HEAD + HANGS], cwd=ROOT)
     child = tmp_path / "child"
     while not (child.exists() and child.read_text()):
+        assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGTERM
