@@ -11,10 +11,7 @@ import time
 import hypothesis
 import jax
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-# The runs of executors are compared in three rooms.
-sys.path.insert(1, str(pathlib.Path(__file__).parent / "core" / "executors"))
+from places import ROOT
 
 # A busy machine is slow, which is no failure of a test. The same code has the same result every
 # day; the nightly targets draw new inputs with --hypothesis-profile=new-draws. `make test` draws
@@ -59,7 +56,7 @@ gc.set_threshold(200_000, 50, 1000)
 # the same small ones, and reading one takes a tenth of the time. jax finds a program by its
 # operations, the processor, and the compiler's version and options; not by names, so the text of a
 # program may show names of before.  One that a killed process left unfinished is compiled again.
-PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
+PROGRAMS = ROOT / ".pytest_cache" / "programs"
 MOST_DAYS_UNREAD = 7
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # Where the folder cannot be made, jax compiles everything.

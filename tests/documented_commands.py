@@ -2,10 +2,10 @@
 
 import ast
 import json
-import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).parents[1]
+from places import ROOT
+
 PAGES = sorted(page for where in ("", "docs/**/", "launch/") for page in ROOT.glob(f"{where}*.md"))
 
 E = "tests/experiments/"

@@ -4,12 +4,11 @@ import atexit
 import functools
 import json
 import os
-import pathlib
 import tempfile
 
 from forks import Forks
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 IMPORTED = (
     "sparse_dataflow.data.batches", "sparse_dataflow.pipeline.pipelined",
     "sparse_dataflow.core.checkpoint.checkpoint", "sparse_dataflow.core.training.loop",

@@ -11,7 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).parent.parent
+from places import ROOT
+
 PLACES = ("sparse_dataflow", "experiments", "launch", "tests")
 VAGUE = frozenset(
     "found made kept told asked own owns part parts one ones known wanted begun laid gone here "

@@ -2,13 +2,14 @@
 
 import json
 import shlex
-from pathlib import Path
+
+from places import ROOT
 
 from experiments.compile_plan import Options
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import compile_report
 
-RESULTS = Path(__file__).parents[1] / "experiments/results/compile_plan"
+RESULTS = ROOT / "experiments/results/compile_plan"
 SHIPPED = sorted(path.stem for path in RESULTS.glob("*.json"))
 
 

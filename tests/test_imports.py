@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "sparse_dataflow"
 
 ROOMS = [

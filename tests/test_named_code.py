@@ -2,12 +2,11 @@
 
 import ast
 import functools
-import pathlib
 import re
 
 import pytest
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MODULES = sorted(
     path
@@ -241,3 +240,12 @@ def test_words_of_pages_for_developers_are_in_the_code(name):
     code = " ".join(path.read_text(encoding="utf-8") for path in files)
     words = set(re.findall(r"[A-Za-z_]\w*", code))
     assert [word for word in WORD.findall(page) if word not in words] == []
+
+
+def test_files_of_tests_find_the_checkout_through_places():
+    # A count of folders is wrong after a move, and then finds tests/ in the place of the checkout.
+    counted = re.compile(r"^(?!.*sys\.path).*Path\(__file__\)\.parent(?:s\[|\.parent)", re.M)
+    scripts = {"mutation", "real", "storm"}  # Run by path, without pytest's folders.
+    paths = [p for p in (ROOT / "tests").rglob("*.py") if p.parent.name not in scripts]
+    found = {str(path) for path in paths if counted.search(path.read_text(encoding="utf-8"))}
+    assert not found

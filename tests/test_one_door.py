@@ -5,11 +5,11 @@ library that takes a name gets that of `storage.regular`.
 """
 
 import ast
-import pathlib
 
 import pytest
+from places import ROOT
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "sparse_dataflow"
+PACKAGE = ROOT / "sparse_dataflow"
 DOORS = {"open_regular", "regular", "regular_descriptor", "local_parquet"}
 METHODS = {"open", "read_text", "read_bytes"}
 READERS = {

@@ -1,12 +1,11 @@
 """The page of real models shows what its result files say."""
 
-from pathlib import Path
-
 import pytest
+from places import ROOT
 
 from tests.real import results
 
-PAGE = (Path(__file__).parents[1] / "docs/guide/real_models.md").read_text("utf-8")
+PAGE = (ROOT / "docs/guide/real_models.md").read_text("utf-8")
 FILES = sorted(results.FOLDER.glob("*.json"))
 
 

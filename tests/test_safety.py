@@ -3,11 +3,11 @@
 import ast
 import json
 import os
-import pathlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -18,7 +18,6 @@ from sparse_dataflow.files.folders import refuse_outside_links
 from sparse_dataflow.relay.server_files import refuse_unusable
 from sparse_dataflow.runs.run_config import preset
 
-ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = [
     p for room in ("sparse_dataflow", "experiments", "launch") for p in (ROOT / room).rglob("*.py")
 ]

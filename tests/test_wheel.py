@@ -2,19 +2,18 @@
 
 import ast
 import os
-import pathlib
 import re
 import subprocess
 import sys
 import zipfile
 
 import pytest
+from places import ROOT
 from test_started_commands import COMMANDS, FIRST, problems
 
 from sparse_dataflow.files import console
 from sparse_dataflow.interchange import model_card
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("sparse_dataflow", "experiments")
 BUILD_FILES = ("setup.cfg", "setup.py", "pyproject.toml", "README.md")
 

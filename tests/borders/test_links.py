@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import TESTS
 
 import sparse_dataflow as sd
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.named_tokenizers import named_tokenizer
 
-FIXTURES = Path(__file__).parents[1] / "interchange"
+FIXTURES = TESTS / "interchange"
 SECRET = "a made-up secret of this test"
 
 

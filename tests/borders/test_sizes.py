@@ -2,18 +2,18 @@
 
 import contextlib
 import json
-import pathlib
 import shutil
 import signal
 import tracemalloc
 
 import pytest
 from marks import some
+from places import TESTS
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "interchange"
+FIXTURES = TESTS / "interchange"
 NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 NAMES = [name for name in NAMES if not name.startswith("peft")]
 SIZES = (10**12, 2**22, 2**14, -1)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from places import ROOT
 
 from sparse_dataflow.commands import command_line, request
 from sparse_dataflow.commands.request import NAMED
@@ -14,7 +15,6 @@ from sparse_dataflow.files.errors import UserError, UserErrors
 from sparse_dataflow.hardware import detect
 from sparse_dataflow.runs.run_config import RunConfig
 
-ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = pathlib.Path(__file__).with_name("help.txt")
 ALL = tuple(NAMED)
 DOC = "Trains the sparse GPT and its dense twin.\n\nOn a pod: python -m experiments.toy --scale=13b"

@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 from marks import some
+from places import ROOT
 
 from sparse_dataflow.commands import experiment_modules
 from sparse_dataflow.files import console
@@ -81,9 +81,6 @@ def test_a_command_refuses_flags_as_its_module_does():
         ),
     ]  # fmt: skip
     assert both[0].stderr == both[1].stderr and both[0].returncode == both[1].returncode == 2
-
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_page_shows_each_command_as_everybody_has_it():

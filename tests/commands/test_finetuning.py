@@ -2,11 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from places import TESTS
 from safetensors.numpy import load_file, save_file
 
 import sparse_dataflow as sd
@@ -24,7 +24,7 @@ from sparse_dataflow.interchange import starting_point
 from sparse_dataflow.monitoring.metrics import read_metrics
 from sparse_dataflow.runs.run_config import RunConfig
 
-LLAMA = Path(__file__).parents[1] / "interchange" / "llama"
+LLAMA = TESTS / "interchange" / "llama"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

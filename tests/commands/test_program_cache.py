@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from places import ROOT
 
 from sparse_dataflow.commands import program_cache
 from sparse_dataflow.data import cache
@@ -114,7 +115,7 @@ def test_processes_share_the_folder_at_once(tmp_path):
     )
     environment = {
         "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(tmp_path),
         "JAX_PLATFORMS": "cpu",
     }

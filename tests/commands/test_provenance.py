@@ -2,18 +2,17 @@
 
 import json
 import os
-import pathlib
 import shlex
 import subprocess
 import sys
 
 import pytest
+from places import ROOT
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands import experiment_modules, run_folder
 from sparse_dataflow.monitoring.metrics import read_metrics
 
-ROOT = pathlib.Path(__file__).parents[2]
 TEXTS = [f"Document {number} has a few words of its own, number {number}. " * 40
          for number in range(40)]  # fmt: skip
 

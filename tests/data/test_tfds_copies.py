@@ -14,13 +14,12 @@ from pathlib import Path
 import google_crc32c
 import pytest
 import tensorflow_datasets as tfds
+from places import ROOT
 from tensorflow_datasets.core.download import downloader
 
 from sparse_dataflow.data import tfds_copies
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.files.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 class CopiedProse(tfds.core.GeneratorBasedBuilder, skip_registration=True):

@@ -3,16 +3,16 @@
 import configparser
 import importlib.util
 import json
-import pathlib
 import sys
 
 import pytest
+from places import ROOT
 
 from sparse_dataflow.commands import lm_eval as command
 from sparse_dataflow.evaluation import trained
 from sparse_dataflow.files.errors import UserError
 
-SETUP = pathlib.Path(__file__).parents[2] / "setup.cfg"
+SETUP = ROOT / "setup.cfg"
 TASK = """
 task: mine
 dataset_path: json

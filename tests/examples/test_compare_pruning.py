@@ -2,17 +2,17 @@
 
 import importlib.util
 import json
-import pathlib
 import sys
 
 import jax
 import numpy as np
 import pytest
+from places import ROOT
 
 import sparse_dataflow as sd
 from sparse_dataflow.data import cache
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "compare_pruning.py"
+PATH = ROOT / "examples" / "compare_pruning.py"
 SEEDS = (0, 1)
 
 

@@ -6,11 +6,12 @@ import pathlib
 
 import numpy as np
 import pytest
+from places import ROOT, TESTS
 
 import sparse_dataflow as sd
 
-FOLDER = pathlib.Path(__file__).parents[2] / "examples"
-FRAMEWORKS = pathlib.Path(__file__).parents[1] / "layers" / "test_frameworks.py"
+FOLDER = ROOT / "examples"
+FRAMEWORKS = TESTS / "layers" / "test_frameworks.py"
 
 
 def load(name):

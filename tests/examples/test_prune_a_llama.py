@@ -2,14 +2,14 @@
 
 import importlib.util
 import json
-import pathlib
 
 import pytest
+from places import ROOT
 
 import sparse_dataflow as sd
 from sparse_dataflow.data import cache
 
-PATH = pathlib.Path(__file__).parents[2] / "examples" / "prune_a_llama.py"
+PATH = ROOT / "examples" / "prune_a_llama.py"
 
 
 @pytest.mark.slow

@@ -18,10 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import drawn_inputs
+from places import ROOT
 
 WIDTH = 100
 FILE = Path(__file__).with_name("faults.json")
-PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "surviving.md"
+PAGE = ROOT / "docs" / "evidence" / "surviving.md"
 RANDOM_KILLS = {1: "random kills in a row", 2: "random kills in a row, of one of two processes"}
 MIRRORED = "the disk lost in the middle of a save, with a mirror"
 MIRROR_KILLS = "random kills while a mirror is written and read"

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 from forks import Fork, Forks
+from places import ROOT
 
-ROOT = Path(__file__).parents[2]
 PICO = ("--scale=pico", "--block=16", "--density=0.25")
 PLAN = ("--steps=12", "--set=run.checkpoint_every=3", "--set=run.eval_every=6")
 TIMES = ("seconds", "tokens_per_second", "mfu", "update_seconds")

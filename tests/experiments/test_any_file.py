@@ -18,6 +18,7 @@ import pytest
 from file_damage import damaged
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
 from experiments.benchmarks.chip_report import chip_data
 from experiments.studies import study
@@ -42,7 +43,6 @@ from sparse_dataflow.monitoring import goodput
 from sparse_dataflow.monitoring.metrics import MetricsWriter, read_metrics
 from sparse_dataflow.runs.run_config import SIZES, preset
 
-ROOT = pathlib.Path(__file__).parents[2]
 MOST_MEMORY = 300 * 2**20
 HANG = 900
 BYTES = Tokenizer(tuple(gpt2_tokenizer().tokens[:256]), (), 257)

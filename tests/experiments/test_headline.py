@@ -1,13 +1,13 @@
 """The page of performance has the headline that the kept results give."""
 
 import json
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from experiments.planning import headline
 
-PAGE = Path(__file__).parents[2] / "docs/evidence/performance.md"
+PAGE = ROOT / "docs/evidence/performance.md"
 
 
 def test_the_page_has_the_table_of_the_kept_results():

@@ -1,11 +1,12 @@
 """The page of chips: every known chip, and the keys of a file that describes another."""
 
 import re
-from pathlib import Path
+
+from places import ROOT
 
 from sparse_dataflow.hardware import chips
 
-PAGE = (Path(__file__).parents[2] / "docs/guide/chips.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guide/chips.md").read_text(encoding="utf-8")
 
 
 def test_every_known_chip_is_on_the_page():

@@ -13,6 +13,7 @@ import pytest
 from make_fixture import BYTES, FOLDERS, LLAMA3_SCALING, OPT_SPECIALS, SHAPES
 from marks import some
 from models import DENSE, change_tensors, export, logits, random_model
+from places import ROOT
 from safetensors.numpy import load_file
 
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
@@ -735,7 +736,7 @@ def test_tensors_that_the_config_does_not_explain_are_refused(tmp_path):
 
 
 def test_the_page_lists_every_row():
-    pages = Path(__file__).parents[2] / "docs"
+    pages = ROOT / "docs"
     page = (pages / "guide" / "exchange.md").read_text()
     proofs = (pages / "evidence" / "compatibility.md").read_text()
     for name, row in ARCHITECTURES.items():

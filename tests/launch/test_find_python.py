@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "find_python.sh"
 
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
 from sparse_dataflow.cluster.cluster import membership
 
-ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 RENDER = ROOT / "launch" / "gke" / "render.py"
 SCHEMA = json.loads((GOLDEN.parent / "jobset.schema.json").read_text(encoding="utf-8"))

@@ -10,8 +10,8 @@ import time
 
 import pytest
 from marks import some
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "local.py"
 PRELUDE = """
 import os, pathlib, signal, subprocess, sys, time

@@ -2,7 +2,6 @@
 
 import configparser
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -11,8 +10,8 @@ import time
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 # A make that runs these tests would pass its settings on through MAKEFLAGS.
 VARIABLES = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
 FAKE = """#!/bin/sh

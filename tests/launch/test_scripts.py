@@ -11,8 +11,8 @@ import time
 
 import pytest
 from object_store import object_store
+from places import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch"]
 # A fake run that saves on SIGTERM; $WHAT=finish ends it at once, fail lets it fail.

@@ -2,17 +2,16 @@
 
 import ast
 import configparser
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
 from marks import some
+from places import ROOT
 
 from sparse_dataflow.files import extras
 
-ROOT = pathlib.Path(__file__).parents[2]
 MODULES = {"absl-py": "absl", "orbax-checkpoint": "orbax", "lm-eval": "lm_eval"}
 """Packages whose module has another name, besides - and _."""
 

@@ -15,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from places import ROOT
 
 import sparse_dataflow as sd
 
@@ -358,7 +359,7 @@ def test_the_example_of_a_framework_learns_evolves_and_is_restored(name, tmp_pat
     for package in EXAMPLES[name]:
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.delitem(sys.modules, name, raising=False)
     losses = __import__(name).main(steps=12)
     assert losses[-1] < 0.9 * losses[0] and np.isfinite(losses).all()
@@ -366,7 +367,7 @@ def test_the_example_of_a_framework_learns_evolves_and_is_restored(name, tmp_pat
 
 def test_linear_layers_of_a_model_of_equinox_are_replaced_by_hand(monkeypatch):
     eqx, equimo = pytest.importorskip("equinox"), pytest.importorskip("equimo.core.layers.ffn")
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from equinox_layer import from_dense
 
     mlp = equimo.Mlp(32, hidden_features=64, key=jax.random.key(0))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import nbclient
 import nbformat
-
-ROOT = Path(__file__).parents[2]
+from places import ROOT
 
 
 def executed(path: Path, parameters: str, folder: Path):

@@ -1,11 +1,11 @@
 """Rates of block-sparse products in the planner: their source, and the words on slow ones."""
 
 import json
-import pathlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 
 from sparse_dataflow.commands.planning.plan_rows import slow_products
 from sparse_dataflow.commands.preflight import settling
@@ -17,7 +17,7 @@ from sparse_dataflow.planner.efficiency import BLOCK_RATES, PRIOR, block_rate, s
 from sparse_dataflow.runs.run_config import SIZES, preset
 from sparse_dataflow.runs.variants import variant
 
-KEPT = pathlib.Path(__file__).parents[2] / "experiments/results/schedule_bench.json"
+KEPT = ROOT / "experiments/results/schedule_bench.json"
 ROWS = json.loads(KEPT.read_text())["rows"]
 
 

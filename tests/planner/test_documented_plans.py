@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
+from places import ROOT
 
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.commands.preflight.settling import settle
@@ -17,8 +17,6 @@ from sparse_dataflow.planner import efficiency, memory, relay_step
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import step_time
 from sparse_dataflow.runs.run_config import SIZES, preset
-
-ROOT = Path(__file__).parents[2]
 
 
 def table(page, head):

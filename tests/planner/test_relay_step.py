@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from places import ROOT
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import BUILT_IN, OPTIMIZERS, TrainingConfig
@@ -23,7 +23,7 @@ from sparse_dataflow.relay.pinned_memory import PINNED_SETTING
 from sparse_dataflow.relay.timeline import Span, hidden_share
 from sparse_dataflow.runs.run_config import SIZES
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+RESULTS = ROOT / "experiments" / "results"
 
 PICO = SIZES["pico"]
 EIGHTH = LinearSpec("block_sparse", "monarch", density=0.125, block=128)

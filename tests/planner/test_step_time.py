@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.core.config.model import ModelConfig
@@ -39,7 +40,7 @@ from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
 
-RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+RESULTS = ROOT / "experiments" / "results"
 GOLDEN = Path(__file__).parent / "explain.txt"
 IDEAL = Efficiency(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SWITCH = Network(8, 300e9, 25e9, fast_latency=0.0, slow_latency=0.0)

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 from forks import Forks
+from places import ROOT
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-ROOT = pathlib.Path(__file__).parents[4]
 IMPORTED = (
     "sparse_dataflow.cluster.rendezvous", "sparse_dataflow.relay.relay",
     "sparse_dataflow.relay.server_files",

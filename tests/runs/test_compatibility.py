@@ -2,11 +2,11 @@
 
 import importlib
 import itertools
-import pathlib
 
 import pytest
 from compatible_runs import BASE, accepted, merged
 from eight_devices import on_eight_devices
+from places import ROOT
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -16,7 +16,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs import compatibility, evolution_rows
 from sparse_dataflow.runs.compatibility import TABLE
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/devices.md"
+PAGE = ROOT / "docs/guide/devices.md"
 CASES = [
     pytest.param(row, other, id=f"{row.option.words} {other.words}")
     for row in TABLE

@@ -4,7 +4,6 @@ import gc
 import io
 import json
 import os
-import pathlib
 import random
 import re
 import sys
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from marks import some
+from places import ROOT
 
 import sparse_dataflow as sd
 from experiments import generate
@@ -156,7 +156,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
             jax.random.key(0),
         )
         moved[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
-    page = (pathlib.Path(__file__).parents[3] / "docs/evidence/performance.md").read_text()
+    page = (ROOT / "docs/evidence/performance.md").read_text()
     [(dense, sparse, ratio)] = re.findall(
         r"13B in bfloat16, a dense switch copies ([\d.]+) GB, and a sparse one ([\d.]+) GB, a\s"
         r"ratio of \*\*([\d.]+)\*\*",

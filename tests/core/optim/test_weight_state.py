@@ -1,7 +1,6 @@
 """Names of the axes of state arrays: by hand, and by what permuted rows do to a state."""
 
 import itertools
-import pathlib
 import sys
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import some
+from places import TESTS
 
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import factories
@@ -29,8 +29,7 @@ SHAPES = [(129, 128), (128, 129), (128, 128), (130, 130), (127, 200), (2, 1), (1
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
-    tests = pathlib.Path(__file__).parents[1] / "training"
-    monkeypatch.setattr(sys, "path", [str(tests), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(TESTS / "core/training"), *sys.path])
 
 
 def names(optimizer, shape):

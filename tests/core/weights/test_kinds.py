@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import pathlib
 import re
 
 import jax
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from kronecker import Kronecker
 from marks import some
+from places import ROOT
 from small_models import whole_logits
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -42,7 +42,7 @@ from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.runs.adapted_model import with_adapters
 from sparse_dataflow.runs.run_config import preset
 
-PACKAGE = pathlib.Path(__file__).parents[3] / "sparse_dataflow"
+PACKAGE = ROOT / "sparse_dataflow"
 SIDES = (48, 96)
 KEYS = sorted(KINDS)
 each_kind = pytest.mark.parametrize("key", KEYS)

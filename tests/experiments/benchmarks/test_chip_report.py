@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from places import ROOT
 
 from experiments.benchmarks.chip_report import chip_data, chip_page, chip_rows
 from experiments.benchmarks.chip_report import collect as chip_report
@@ -20,7 +21,6 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import plan_memory
 from sparse_dataflow.runs.run_config import SIZES, preset
 
-ROOT = pathlib.Path(__file__).parents[3]
 EMPTY = ChipReport(ChipFacts("abacus", "gpu", 2**30), "13b", 0.125, "command", "date", {"jax": "1"})
 HEAD = """
 import json, pathlib, subprocess, sys, time

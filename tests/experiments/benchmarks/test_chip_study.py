@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import random
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from places import ROOT
 
 from experiments.benchmarks.chip_study import kernel_times, models, rows, study, text
 from experiments.benchmarks.chip_study.program_pool import ProgramPool
@@ -22,8 +22,6 @@ from experiments.benchmarks.chip_study.rows import Row, Study
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import CHIPS
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 
 def kept(path):

@@ -5,9 +5,9 @@ Cycles are those of compiled programs: deterministic, but only for one version o
 
 import importlib.metadata
 import json
-import pathlib
 
 import pytest
+from places import ROOT
 
 from experiments.benchmarks.schedules import estimates
 from experiments.benchmarks.schedules.case import DENSE
@@ -16,9 +16,7 @@ from experiments.benchmarks.schedules.mlp_case import FUSED
 pytest.importorskip("libtpu", reason="compiling for a TPU needs make aot-tpu")
 pytestmark = pytest.mark.usefixtures("optimized")
 
-KEPT = json.loads(
-    (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench.json").read_text()
-)
+KEPT = json.loads((ROOT / "experiments/results/schedule_bench.json").read_text())
 CASES = [
     (chip, name, 128, "attn_out")
     for chip in ("v5e", "v6e")

@@ -5,9 +5,9 @@ These are of compiled programs: deterministic, but only for one version of the c
 
 import importlib.metadata
 import json
-import pathlib
 
 import pytest
+from places import ROOT
 
 from experiments.benchmarks.schedules import estimates, gpu_estimates
 from experiments.schedule_bench import GPUS, Options
@@ -15,9 +15,7 @@ from experiments.schedule_bench import GPUS, Options
 pytest.importorskip("jax_cuda13_plugin", reason="compiling for a GPU needs make aot-gpu")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
-KEPT = json.loads(
-    (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench_gpu.json").read_text()
-)
+KEPT = json.loads((ROOT / "experiments/results/schedule_bench_gpu.json").read_text())
 OPTIONS = Options(chips=GPUS, blocks=(128,), projections=("attn_out",), tokens=KEPT["tokens"])
 CASES = [
     case

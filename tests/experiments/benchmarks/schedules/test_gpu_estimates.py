@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-import pathlib
 
 import pytest
+from places import ROOT
 
 from experiments.benchmarks.schedules import estimates, gpu_estimates
 from experiments.benchmarks.schedules.case import DENSE, PRODUCTS
@@ -13,9 +13,7 @@ from sparse_dataflow.compile import topologies
 from sparse_dataflow.compile.gpu_targets import TARGETS
 
 CASES = list(gpu_estimates.cases_of(dataclasses.replace(Options(), chips=GPUS, blocks=(128,))))
-KEPT = json.loads(
-    (pathlib.Path(__file__).parents[4] / "experiments/results/schedule_bench_gpu.json").read_text()
-)
+KEPT = json.loads((ROOT / "experiments/results/schedule_bench_gpu.json").read_text())
 
 
 def case_of(implementation, chip="a100", projection="mlp_in"):
