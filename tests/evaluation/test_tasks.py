@@ -2,10 +2,12 @@
 
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
 
+from sparse_dataflow.commands.models import tasks
 from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.evaluation.tasks import builtin, generated
@@ -189,6 +191,17 @@ def test_targets_of_bigbench_are_generated(tmp_path, caplog):
     items = read_items(bigbench(tmp_path, examples, example_input_prefix=""))
     assert items == [Item("2+2=\nA: ", ("4",), 0, "1"), Item("1+1=\nA: ", ("2",), 0, "2")]
     assert "1 questions have several targets, of which the first counts" in caplog.text
+
+
+def test_files_of_bigbench_have_the_names_of_their_folders(tmp_path):
+    paths = []
+    for folder in ("riddles", "stories"):
+        (tmp_path / folder).mkdir()
+        paths.append(bigbench(tmp_path / folder, [{"input": "1+1=", "target": "2"}]))
+    listed = ",".join(map(str, paths))
+    options = types.SimpleNamespace(tasks=listed, trust_tasks=True, num_fewshot=(0,))
+    by_name = tasks.named(options, builtin.PYTHON_CORPUS)
+    assert [list(group) for group in by_name.values()] == [["riddles"], ["stories"]]
 
 
 @pytest.mark.parametrize(

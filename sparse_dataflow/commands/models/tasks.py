@@ -115,9 +115,11 @@ def named(options, corpus: str) -> dict[str, dict[str, Task] | None]:
             # `ready` makes it: its items are drawn from the held-out documents of a model.
             by_name[name] = None
         elif _is_project_task(name):
-            items = read_items(Path(os.path.expanduser(name)))
+            path = Path(os.path.expanduser(name)).absolute()
+            items = read_items(path)
             _refuse_unfit(name, items, max(options.num_fewshot or DEFAULT_SHOTS))
-            stem = Path(name).stem
+            # Each file of BIG-bench is named task.json, in a folder named after the task.
+            stem = path.parent.name if path.name == "task.json" else path.stem
             by_name[name] = {stem: Task(lm_eval_tasks.make_task(stem, items), items)}
         else:
             # The manager reads all YAML files of lm-eval, so it is made only where a task needs it.
