@@ -1,11 +1,17 @@
 """What was measured of a real model: a file of rows, and the table of the page that it makes."""
 
 import json
+import re
 from pathlib import Path
 
 from sparse_dataflow.files import storage
 
-FOLDER = Path(__file__).parents[2] / "experiments/results/real_models"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "experiments/results/real_models"
+PAGE = ROOT / "docs/evidence/real_models.md"
+START, END = "<!-- Written by tests/real/table.py. -->", "<!-- End of what it wrote. -->"
+NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
+LINE = 96
 
 
 def load(path):
@@ -50,3 +56,46 @@ def speed_table(result):
         token, prompt = row["tokens_per_second"], row["prompt_tokens_per_second"]
         lines.append(f"| {name} | {token:.1f} | {row['speed_over_f16']:.2f} | {prompt:.0f} |")
     return "\n".join(lines)
+
+
+def page():
+    """Returns the text of the page with the tables and commands of all files."""
+    before, _, rest = PAGE.read_text("utf-8").partition(START)
+    _, _, after = rest.partition(END)
+    sections = [section(load(path)) for path in sorted(FOLDER.glob("*.json"))]
+    return "\n\n".join([before + START, *sections, END + after])
+
+
+def section(rows):
+    """Returns a heading, the table and the commands of a file."""
+    if "rows" in rows:
+        title = f"Tokens a second, {NAMES[_flags(rows['command'])['model']]}"
+        return f"### {title}\n\n{speed_table(rows)}\n\n```\n{rows['command']}\n```"
+    groups = {}
+    for name, row in rows.items():
+        flags = _flags(row["command"])
+        conditions = tuple(flags.get(flag, "0") for flag in ("model", "tokens", "tested", "layers"))
+        groups.setdefault(conditions, []).append(name)
+    commands = [line for group in groups.items() for line in _commands(*group)]
+    ((model, tested, layers),) = {(group[0], group[2], group[3]) for group in groups}
+    title = f"{NAMES[model]}, {int(tested):,} tokens of each text"
+    title += f", {layers} layers pruned" if layers != "0" else ""
+    return "\n".join([f"### {title}", "", table(rows), "", "```", *commands, "```"])
+
+
+def _flags(command):
+    return dict(re.findall(r"--(\w+)=(\S+)", command))
+
+
+def _commands(conditions, names):
+    """Returns the lines of the commands that compute rows; a line is at most `LINE` long."""
+    model, tokens, tested, layers = conditions
+    first = f"python tests/real/table.py --model={model} --tokens={tokens} --tested={tested}"
+    first += f" --layers={layers}" if layers != "0" else ""
+    chunks = [[]]
+    for name in names:
+        if len(",".join([*chunks[-1], name])) > LINE - 40:
+            chunks.append([])
+        chunks[-1].append(name)
+    rows = (",".join(chunk) for chunk in chunks)
+    return [f"{first} \\\n    --rows={each}   # needs make real first" for each in rows]

@@ -5,7 +5,8 @@ python tests/real/table.py --model=smollm2 --rows=single_50   some of them
 
 Each row is scored on held-out prose and Python sources, and kept in a file of
 experiments/results/real_models; rows that it has are not computed again.  A row that stopped goes
-on with its next layer.  `--print` prints the table of the file.
+on with its next layer.  `--print` prints the table of the file, and `--write` writes the tables of
+all files on docs/evidence/real_models.md.
 """
 
 import argparse
@@ -31,7 +32,6 @@ from sparse_dataflow.hardware import detect
 from sparse_dataflow.pruning.layer_by_layer import HeldLayers, as_params
 from tests.real import models, results, texts
 
-NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
 DENSITY_70 = 45 / 64
 """The density nearest to 0.7 that keeps a whole number of inputs of each projection."""
 
@@ -276,14 +276,18 @@ def measured(name, model, path, scored, options):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="smollm2", choices=NAMES)
+    parser.add_argument("--model", default="smollm2", choices=results.NAMES)
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--tokens", type=int, default=16_384, help="of the calibration")
     parser.add_argument("--tested", type=int, default=4096, help="of each held-out text")
     parser.add_argument("--layers", type=int, default=0, help="pruned, the first ones; 0 is all")
     parser.add_argument("--out", default=str(results.FOLDER))
     parser.add_argument("--print", action="store_true")
+    parser.add_argument("--write", action="store_true", help="the tables of the page")
     options = parser.parse_args()
+    if options.write:
+        results.PAGE.write_text(results.page(), "utf-8")
+        return
     layers = f"_{options.layers}_layers" if options.layers else ""
     file = Path(options.out) / f"{options.model}{layers}.json"
     if options.print:
