@@ -100,14 +100,17 @@ TEACHER = _used("training.teacher", lambda c: c.training.teacher, training__teac
 
 
 def _lacking(ability: str) -> Option:
-    """Returns the option of a pattern whose kind of weight does not offer an ability."""
+    """Returns the option of a kind of weight that does not offer an ability."""
 
-    def lacks(pattern):
-        return pattern in KINDS and ability not in KINDS[pattern].offers
+    def lacks(kind):
+        return ability not in KINDS[kind].offers
 
     def used(run):
-        pattern = run.config and run.config.sparsity.projections and run.config.sparsity.pattern
-        return lacks(pattern) and f"sparsity.pattern={pattern}"
+        sparsity = run.config and run.config.sparsity.projections and run.config.sparsity
+        if not sparsity or not lacks(sparsity.stored_as):
+            return False
+        setting = "kind" if KINDS[sparsity.stored_as].stores_blocks else "pattern"
+        return f"sparsity.{setting}={sparsity.stored_as}"
 
     patterns = [name for name, kind in KINDS.items() if kind.is_pattern and lacks(name)]
     words = f"sparsity.pattern={' or '.join(patterns)}"

@@ -65,10 +65,8 @@ def block_sparse_matmul(
     derivative of the activation *before* this product.
 
     Args:
-      x: as in `api.block_sparse_matmul`, also the next two.  `block_sparse_matmul_refusal` of
-        the three is empty.
-      values: stored blocks.
-      tables: index tables.
+      x: as in `api.block_sparse_matmul`, also `values`, the stored blocks, and their `tables`.
+        `block_sparse_matmul_refusal` of the three is empty.
       bias: [out_features], any float dtype.
       activation: name of a fused one in `config.activations`, or None.  bfloat16 uses the
         hardware's tanh, exact to about 11 bits; float32 uses XLA's.

@@ -107,16 +107,10 @@ def unit_sums(
     *,
     multiprocessors: int,
 ) -> jax.Array:
-    """Compute xᵀ dy at the blocks of the plan's pairs of units.
+    """Compute xᵀ dy at the blocks of the plan's pairs of units; see `gradient.line_gradient`.
 
-    Args:
-      x: bfloat16 [tokens, in_features].
-      dy: bfloat16 [tokens, out_features].
-      tables: the columns, merged as `plan.tiles.lines` requires.
-      plan: the pairs to sum.
-      result: shape and dtype: [nnz, block, block] by slot, or [splits * blocks, block, block] with
-        `plan.partial`.  Blocks outside the plan's pairs are undefined.
-      multiprocessors: number of multiprocessors of the device.
+    The result is [nnz, block, block] by slot, or [splits * blocks, block, block] with
+    `plan.partial`.  Blocks outside the plan's pairs are undefined.
     """
 
     def body(index, slot, x, dy, out, *refs):

@@ -30,16 +30,9 @@ def causal_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attention_op.causal_attention` without scores; skips tiles without a visible key.
-
-    Args:
-      query: bfloat16 or float32 [batch, tokens, heads, head_dim], see `splash_refusal`.
-      key: [batch, tokens, kv heads, head_dim].
-      value: like key.
-      window: see `attention_op.causal_attention`.
-      cap: see `attention_op.causal_attention`.
-      documents: see `attention_op.causal_attention`.
-      interpret: whether to interpret the kernels on a CPU.
+    """Compute `attention_op.causal_attention`, with its arguments, without scores; skips tiles
+    without a visible key.  `interpret` says whether a CPU interprets the kernels.  The operands are
+    bfloat16 or float32, see `splash_refusal`.
     """
     tokens, heads, kv_heads = query.shape[1], query.shape[2], key.shape[2]
     kernel = _kernel(np.arange(tokens), 1, heads, kv_heads, window, cap, interpret)
@@ -58,18 +51,8 @@ def shard_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `causal_attention` of the queries of one shard of a sequence to all keys.
-
-    Args:
-      query: of the shard, [batch, tokens / shards, heads, head_dim].
-      key: [batch, tokens, kv heads, head_dim].
-      value: like key.
-      order: int32 [shards, tokens / shards], positions of the queries of each shard.
-      shard: int32 [], index of the shard; traced.
-      window: see `attention_op.causal_attention`.
-      cap: see `attention_op.causal_attention`.
-      documents: int32 [batch, tokens / shards] of the queries, and [batch, tokens] of the keys.
-      interpret: whether to interpret the kernels on a CPU.
+    """Compute `attention_op.shard_attention`, with its arguments but for `documents`: int32
+    [batch, tokens / shards] of the queries, and [batch, tokens] of the keys.
     """
     shards, heads, kv_heads = len(order), query.shape[2], key.shape[2]
     kernel = _kernel(order.reshape(-1), shards, heads, kv_heads, window, cap, interpret)

@@ -41,6 +41,10 @@ PATTERN_NAMES: list[str] = []
 """Legal values of `sparsity.pattern`: the patterns, filled by `layouts.patterns.register`, and the
 kinds of weights that have none, filled by `weights.kind.register`."""
 
+BLOCK_KINDS = ["auto"]
+"""Legal values of `sparsity.kind`: the kinds that store the blocks of a pattern, filled by
+`weights.kind.register`."""
+
 PRECISIONS = ("compute_dtype", "fp8", "int8")
 """Legal values of `model.precision`; the first quantises nothing."""
 

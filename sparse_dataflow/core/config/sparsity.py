@@ -3,7 +3,13 @@
 import dataclasses
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, PROJECTIONS, LinearSpec
+from sparse_dataflow.core.config.projections import (
+    BLOCK_KINDS,
+    KINDS,
+    PATTERN_NAMES,
+    PROJECTIONS,
+    LinearSpec,
+)
 from sparse_dataflow.core.config.settings import (
     A_FRACTION,
     A_SHARE,
@@ -16,6 +22,7 @@ from sparse_dataflow.core.config.settings import (
     setting,
     validate,
 )
+from sparse_dataflow.files.errors import UserError
 
 GROUPED_PATTERNS = ("monarch", "shuffle")
 """Patterns whose layouts are equal groups (`layouts.layout.Groups`)."""
@@ -43,6 +50,11 @@ class SparsityConfig(Readable):
         "monarch",
         "Rule that chooses the stored blocks, or a kind of weight that stores factors.",
         choices=PATTERN_NAMES,
+    )
+    kind: str = setting(
+        "auto",
+        "Kind of weight with the blocks of the pattern; auto: block_sparse, or the pattern's own.",
+        choices=BLOCK_KINDS,
     )
     density: float = setting(0.125, "Fraction of the blocks stored.", legal=A_FRACTION)
     budget: str = setting(
@@ -75,6 +87,17 @@ class SparsityConfig(Readable):
         validate(self, "sparsity")
         inputs, outputs = block_sides(self.block)  # type: ignore[misc]
         object.__setattr__(self, "block", inputs if inputs == outputs else f"{inputs}x{outputs}")
+        if self.kind != "auto" and self.pattern in KINDS:
+            raise UserError(
+                f"sparsity.kind={self.kind} with sparsity.pattern={self.pattern}, which is a kind "
+                "itself; legal: a pattern of blocks, or sparsity.kind=auto."
+            )
+
+    @property
+    def stored_as(self) -> str:
+        """Key of the kind of weight."""
+        blocks = "block_sparse" if self.kind == "auto" else self.kind
+        return self.pattern if self.pattern in KINDS else blocks
 
     def linears(self, model: ModelConfig) -> dict[str, LinearSpec]:
         """Projection -> its spec, before `budget` shares the density out.
@@ -87,7 +110,7 @@ class SparsityConfig(Readable):
             spec = LinearSpec(rank=self.rank, hadamard=self.hadamard)
         else:
             spec = LinearSpec(
-                self.pattern if self.pattern in KINDS else "block_sparse",
+                self.stored_as,
                 self.pattern,
                 self.density,
                 inputs,

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from sparse_dataflow.core.config.projections import (
     ADDED_TERMS,
+    BLOCK_KINDS,
     KIND_NAMES,
     KINDS,
     PATTERN_NAMES,
@@ -124,7 +125,7 @@ class Weight:
       kind: key of the kind; "" for a wrapper and for another stored form of a kind.
       words: plural for messages, such as "block-sparse weights".
       is_pattern: whether `sparsity.pattern` may name the kind, which then has no pattern of blocks.
-      stores_blocks: whether it has a `BlockLayout` for each layer.
+      stores_blocks: whether it has a `BlockLayout` for each layer: `sparsity.kind` may name it.
       has_mask: whether it is a whole kernel under a mask; see `Masked`.
       is_partial: whether it is a part of a dense weight, from which and to which it can turn.
       offers: of ABILITIES.
@@ -397,6 +398,8 @@ def register(weight: Kind) -> Kind:
     KIND_NAMES.append(weight.kind)
     if weight.is_pattern:
         PATTERN_NAMES.append(weight.kind)
+    elif weight.stores_blocks:
+        BLOCK_KINDS.append(weight.kind)
     return _registered(weight, leaves)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eight_devices import on_eight_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
@@ -196,6 +197,20 @@ def test_a_pattern_chooses_a_kind_of_somebody_else_in_a_run(monkeypatch):
         assert {spec.weight for spec in specs.values()} == {Kronecker}
     finally:
         assert PATTERN_NAMES.pop() == kinds.KIND_NAMES.pop() == "kronecker"
+
+
+def test_a_run_trains_a_kind_of_blocks_of_somebody_else_on_tensor(tmp_path):
+    one, cut = on_eight_devices("core/weights/own_kind.py", str(tmp_path))
+    assert len(one[0]) == 3 and one[0] != one[0][::-1]
+    np.testing.assert_allclose(cut[0], one[0], rtol=2e-5)
+    assert cut[1] == pytest.approx(one[1], rel=1e-4)
+
+
+def test_a_kind_of_blocks_is_no_kind_of_a_pattern_without_them():
+    with pytest.raises(UserError, match=r"kind=block_sparse with sparsity.pattern=low_rank, which"):
+        preset("pico").change(sparsity__kind="block_sparse", sparsity__pattern="low_rank")
+    with pytest.raises(UserError, match=r"kind=low_rank.*[Ll]egal: auto, block_sparse"):
+        preset("pico").change(sparsity__kind="low_rank")
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,7 @@ def block_sparse_matmul(
 ) -> jax.Array:
     """Compute activation(x W + bias) in float32, rounded to x's dtype; differentiable.
 
-    Args:
-      x: as in `api.block_sparse_matmul`, also the next two.  `block_sparse_matmul_refusal` of
-        the three is empty.
-      values: stored blocks.
-      tables: index tables.
-      bias: [out_features], any float dtype.
-      activation: name of a fused one in `config.activations`, or None.
-      tuning: tile sizes; None for `default_tuning`.
+    The arguments are those of `hopper.api.block_sparse_matmul`.
     """
     out_features = len(tables.in_index) * values.shape[1]
     lines = build_tile_tables(tables, values.shape[1])
