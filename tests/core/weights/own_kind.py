@@ -55,12 +55,12 @@ def losses(mesh, out):
         parallel__mesh=mesh, run__twin="no", run__out=out,
     )  # fmt: skip
     texts = [f"Document {number} has a few words. " * 9 for number in range(40)]
-    found = []
-    run = sd.train(config, texts=texts, metrics={"seen": lambda step: found.append(step) or 0.0})
+    steps = []
+    run = sd.train(config, texts=texts, metrics={"seen": lambda step: steps.append(step) or 0.0})
     model = run.model()
     assert model.model.linear("qkv").kind == "scaled_blocks"
     tokens = jnp.arange(16)[None] % 50
-    return [float(s.numbers["loss"]) for s in found], float(sd.loss(sd.load(out), tokens))
+    return [float(step.numbers["loss"]) for step in steps], float(sd.loss(sd.load(out), tokens))
 
 
 if __name__ == "__main__":

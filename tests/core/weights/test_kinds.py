@@ -200,10 +200,10 @@ def test_a_pattern_chooses_a_kind_of_somebody_else_in_a_run(monkeypatch):
 
 
 def test_a_run_trains_a_kind_of_blocks_of_somebody_else_on_tensor(tmp_path):
-    one, cut = on_eight_devices("core/weights/own_kind.py", str(tmp_path))
-    assert len(one[0]) == 3 and one[0] != one[0][::-1]
-    np.testing.assert_allclose(cut[0], one[0], rtol=2e-5)
-    assert cut[1] == pytest.approx(one[1], rel=1e-4)
+    whole, by_tensor = on_eight_devices("core/weights/own_kind.py", str(tmp_path))
+    assert len(whole[0]) == 3 and whole[0] != whole[0][::-1]
+    np.testing.assert_allclose(by_tensor[0], whole[0], rtol=2e-5)
+    assert by_tensor[1] == pytest.approx(whole[1], rel=1e-4)
 
 
 def test_a_kind_of_blocks_is_no_kind_of_a_pattern_without_them():
