@@ -41,11 +41,8 @@ def line_gradient(
       dy: bfloat16 [tokens, out_features].
       tables: the weight's columns, `tiles.lines` merged in each.
       tiles: the tile sizes.
-      result: shape and dtype, [nnz, block, block] in bfloat16 or float32.
+      result: shape and dtype of what is returned, [nnz, block, block] in bfloat16 or float32.
       multiprocessors: number of multiprocessors of the device.
-
-    Returns:
-      [nnz, block, block] in the result's dtype.
     """
     stored, block = result.shape[:2]
     stages = pl.cdiv(len(x), tiles.depth)
