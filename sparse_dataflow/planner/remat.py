@@ -21,8 +21,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sparse_dataflow.core.config import remat
+from sparse_dataflow.core.config.model import REMATS, ModelConfig
+from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.chips import GIB
+from sparse_dataflow.hardware.chips import GIB, Chip, Network
+from sparse_dataflow.planner import plan_memory
+from sparse_dataflow.planner.efficiency import for_family
+from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.step_time import step_time
+
+STEP_TERMS = ("head", "sends", "state", "optimizer", "waits")
+"""Terms of a step's time that are not those of blocks."""
 
 NAMES = {"none": "keep all", "keep": "keep outputs", "full": "recompute", "offload": "offload"}
 """Kind of remat -> its name in the table."""
@@ -30,7 +39,7 @@ NAMES = {"none": "keep all", "keep": "keep outputs", "full": "recompute", "offlo
 
 @dataclasses.dataclass(frozen=True)
 class BlockCosts:
-    """Costs of one model on one device; seconds are of a step, over all its micro-batches.
+    """Costs of one model on one device, or arrays of many plans; seconds are of a whole step.
 
     Attributes:
       layers: number of blocks.
@@ -46,14 +55,14 @@ class BlockCosts:
     """
 
     layers: int
-    forward: float
-    backward: float
-    recompute: Mapping[str, float]
-    fixed: float
-    saved: Mapping[str, float]
-    offloaded: float
-    transfer: float | None
-    copied: float
+    forward: np.ndarray | float
+    backward: np.ndarray | float
+    recompute: Mapping[str, np.ndarray | float]
+    fixed: np.ndarray | float
+    saved: Mapping[str, np.ndarray | float]
+    offloaded: np.ndarray | float
+    transfer: np.ndarray | float | None
+    copied: np.ndarray | float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +83,62 @@ class RematPlan:
     seconds: float
 
 
+def block_costs(
+    model: ModelConfig,
+    sequence: int,
+    plan: ParallelPlan,
+    chip: Chip,
+    adapters: bool = False,
+    other_bytes: float = 0,
+) -> BlockCosts:
+    """Returns the costs of one model; broadcasts over the counts of a plan.
+
+    Args:
+      model: its remat is ignored, as that of `plan`.
+      sequence: tokens per sequence.
+      chip: must have rates.
+      adapters: whether everything but low-rank terms is frozen.
+      other_bytes: of a device, which belong to other models.
+    """
+    layers, passes = model.num_layers, np.asarray(plan.accumulation) / plan.stage
+    if chip.network is None:  # The differences between kinds of remat are then without links.
+        chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
+    sizes, block, sections = {}, {}, {}
+    for kind in REMATS:
+        plan = dataclasses.replace(plan, remat=kind)
+        sizes[kind] = plan_memory.run_bytes(model, sequence, plan, adapters)
+        # The optimizer is no part of a block, and Muon's needs rates that a CPU's chip lacks.
+        timed = dataclasses.replace(plan, optimizer="adamw")
+        time = step_time(model, sequence, timed, chip, for_family(chip.family))
+        # A stage idles for longer where blocks recompute, so its bubble counts.
+        block[kind] = sum(s for name, s in time.terms.items() if name not in STEP_TERMS) / layers
+        sections[kind] = {name: each.seconds * passes for name, each in time.sections.items()}
+    recompute = {kind: np.maximum(seconds - block["none"], 0) for kind, seconds in block.items()}
+    forward = sum(seconds for name, seconds in sections["none"].items() if name != "head")
+    # What a block keeps: its activations, and with "none" its weights in the compute dtype.
+    least = functools.reduce(np.minimum, (each.working_copy for each in sizes.values()))
+    ends = np.asarray(plan.micro_batch) * sequence * plan_memory.gathered_residual(model, plan)
+    saved = {
+        kind: (each.activations - ends + each.working_copy - least) / layers
+        for kind, each in sizes.items()
+    }
+    offloaded = saved["keep"]
+    rest = (each.total - each.activations - each.working_copy for each in sizes.values())
+    blocks = 1 - cost.embeddings(model) / cost.parameter_count(model)
+    transfer = plan.accumulation * offloaded / plan_memory.in_flight(plan)
+    return BlockCosts(
+        layers=layers,
+        forward=forward,
+        backward=np.maximum(block["none"] - forward, 0),
+        recompute=recompute | {"offload": recompute["keep"] + sections["none"]["attention"]},
+        fixed=other_bytes + functools.reduce(np.maximum, rest) + ends + least,
+        saved=saved | {"offload": 0.0},
+        offloaded=offloaded,
+        transfer=transfer / chip.host_bandwidth if chip.host_bandwidth else None,
+        copied=sizes["none"].parameters * blocks,
+    )
+
+
 def estimate(costs: Sequence[BlockCosts], terms: remat.Terms) -> RematPlan:
     """Estimates a plan of (pattern, repeats) for models that train in turn on the same device.
 
@@ -82,7 +147,7 @@ def estimate(costs: Sequence[BlockCosts], terms: remat.Terms) -> RematPlan:
     kinds = tuple(kind for pattern, repeats in terms for kind in pattern * repeats)
     device = max(_bytes(each, terms) for each in costs)
     host = max(kinds.count("offload") * each.offloaded for each in costs)
-    seconds = sum(_seconds(each, terms) for each in costs)
+    seconds = sum(added_seconds(each, terms) for each in costs)
     return RematPlan(remat.text(terms), kinds, float(device), float(host), float(seconds))
 
 
@@ -115,7 +180,7 @@ def choose(costs: Sequence[BlockCosts], limit: float, host_limit: float = math.i
         fits = possible & (device <= limit)
         if not fits.any():
             continue
-        seconds = sum(_seconds(c, _terms(layers, pattern, repeats, tail)) for c in costs)
+        seconds = sum(added_seconds(c, _terms(layers, pattern, repeats, tail)) for c in costs)
         seconds = np.where(fits, seconds, math.inf)
         index = int(np.argmin(seconds))
         if best is None or seconds[index] < best[0]:
@@ -157,14 +222,11 @@ def _patterns(kinds, longest):
 def _spread(chosen):
     """Returns the pattern with its offloaded blocks first and evenly among the others."""
     count = chosen.count("offload")
-    others = [kind for kind in chosen if kind != "offload"]
-    if not count:
-        return tuple(others)
+    others = tuple(kind for kind in chosen if kind != "offload")
     # An iteration ends with its copies, so a block that is offloaded early leaves the most blocks
     # for its transfer to overlap with.
-    return tuple(
-        itertools.chain.from_iterable(("offload", *others[i::count]) for i in range(count))
-    )
+    spread = [("offload", *others[i::count]) for i in range(count)] or [others]
+    return tuple(itertools.chain.from_iterable(spread))
 
 
 def _repeats(layers, pattern, tail):
@@ -189,15 +251,14 @@ def _bytes(costs: BlockCosts, terms):
     return size + buffers + np.where(loops > 1, costs.copied, 0)
 
 
-def _seconds(costs: BlockCosts, terms):
+def added_seconds(costs: BlockCosts, terms):
     """Returns the seconds of a step beyond those of blocks that keep all; repeats may be arrays."""
     seconds = 0.0
     for pattern, repeats in terms:
-        transfers = pattern.count("offload") * (costs.transfer or 0)
-        forward = len(pattern) * costs.forward
-        backward = len(pattern) * costs.backward
+        transfers = pattern.count("offload") * (0 if costs.transfer is None else costs.transfer)
         again = sum(costs.recompute[kind] for kind in pattern)
-        exposed = max(transfers - forward, 0) + max(transfers - backward - again, 0)
+        exposed = np.maximum(transfers - len(pattern) * costs.forward, 0)
+        exposed = exposed + np.maximum(transfers - len(pattern) * costs.backward - again, 0)
         seconds = seconds + repeats * (again + exposed)
     return seconds
 

@@ -16,12 +16,13 @@ import numpy as np
 
 from sparse_dataflow.core.config.model import REMATS, ModelConfig
 from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
+from sparse_dataflow.core.config.remat import Terms
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh_axes
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB, Chip
-from sparse_dataflow.planner import relay_step
+from sparse_dataflow.planner import relay_step, remat
 from sparse_dataflow.planner.efficiency import Efficiency, for_family, own_key
 from sparse_dataflow.planner.memory import USABLE, MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import BUBBLES, ParallelPlan
@@ -77,7 +78,8 @@ class Request:
       fused_attention: see `parallel_plan.ParallelPlan`.
       trained: phases of each model of a run whose steps alternate; none for `config` alone.
       adapters: whether everything but low-rank terms is frozen.
-      kinds: kind of remat of each block, which replaces that of a plan; none for the plan's.
+      blocks: patterns of the blocks' kinds of remat, which replace that of a plan; none for the
+        plan's.
     """
 
     config: ModelConfig
@@ -91,7 +93,12 @@ class Request:
     fused_attention: bool = True
     trained: tuple[tuple[PhaseShare, ...], ...] = ()
     adapters: bool = False
-    kinds: tuple[str, ...] = ()
+    blocks: Terms = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of remat of each block; none for that of a plan."""
+        return tuple(kind for pattern, repeats in self.blocks for kind in pattern * repeats)
 
     @property
     def models(self) -> tuple[tuple[PhaseShare, ...], ...]:
@@ -151,11 +158,16 @@ class Request:
 
     def model_seconds(self, plan: ParallelPlan, phases: Sequence[PhaseShare]) -> np.ndarray:
         """Returns the seconds of a step of one model, the mean over its steps."""
-        times = (
-            share * step_time(model, self.sequence, plan, self.chip, self.efficiency).total
-            for model, share in phases
-        )
-        return np.asarray(sum(times))
+        return np.asarray(sum(share * self._phase_seconds(plan, model) for model, share in phases))
+
+    def _phase_seconds(self, plan, model):
+        """Returns the seconds of a step of a model; its copies to host memory are among them."""
+        added = 0.0
+        if self.blocks:
+            plan = dataclasses.replace(plan, remat="none")
+            costs = remat.block_costs(model, self.sequence, plan, self.chip, self.adapters)
+            added = remat.added_seconds(costs, self.blocks)
+        return added + step_time(model, self.sequence, plan, self.chip, self.efficiency).total
 
     def chip_bytes(self, plan: ParallelPlan) -> np.ndarray:
         """Returns the bytes of a plan on the fullest chip, of all models."""

@@ -223,7 +223,7 @@ def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Requ
         fused_attention=runs_fused(first, machine.chip, machine.host),
         trained=trained,
         adapters=bool(config.training.adapter_rank),
-        kinds=kinds_of_remat.kinds(text, first.num_layers) if mixed else (),
+        blocks=kinds_of_remat.loops(text, first.num_layers) if mixed else (),
     )
 
 

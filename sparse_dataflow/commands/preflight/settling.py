@@ -15,13 +15,10 @@ from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.preflight.executor_plan import plan_of
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import remat as kinds_of_remat
-from sparse_dataflow.core.config.model import REMATS, ModelConfig
-from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.compatibility import RELAY, STAGE
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.executors.mesh_axes import parse_mesh
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Variant, update_steps
 from sparse_dataflow.core.training.programs import (
     Compiled,
@@ -33,16 +30,14 @@ from sparse_dataflow.core.training.programs import (
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware.chips import GIB, Chip, Network
+from sparse_dataflow.hardware.chips import GIB, Chip
 from sparse_dataflow.hardware.detect import cpu_count, host_memory_bytes
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.monitoring.time_left import in_words
 from sparse_dataflow.planner import memory, plan_memory, remat, settle_advice
 from sparse_dataflow.planner import settle as planning
-from sparse_dataflow.planner.efficiency import for_family
 from sparse_dataflow.planner.search import PhaseShare
 from sparse_dataflow.planner.settle import Settled
-from sparse_dataflow.planner.step_time import step_time
 from sparse_dataflow.pruning.changes import change_of
 from sparse_dataflow.relay.pinned_memory import PINNED_GIB, PINNED_SETTING
 from sparse_dataflow.runs.parallel import ParallelConfig
@@ -237,8 +232,6 @@ def long_steps(settled: Settled) -> str:
 
 
 MIB = 2**20
-STEP_TERMS = ("head", "bubble", "sends", "state", "optimizer", "waits")
-"""Terms of a step's time that are not those of blocks."""
 
 
 def settled_remat(config: RunConfig, chip: Chip, executor: Executor) -> RunConfig:
@@ -308,81 +301,17 @@ def run_costs(models: list[Variant], chip: Chip, executor: Executor) -> list[rem
         max(_resident(p.model, v.training, executor, chip) for p in v.phase_specs) for v in models
     ]
     return [
-        model_costs(p.priced_model, v.training, chip, executor, sum(resident) - own)
+        remat.block_costs(
+            p.priced_model,
+            v.training.sequence,
+            plan_of(p.priced_model, v.training, executor, "none", chip),
+            chip,
+            bool(v.training.adapter_rank),
+            sum(resident) - own,
+        )
         for v, own in zip(models, resident, strict=True)
         for p in v.phase_specs
     ]
-
-
-def model_costs(
-    model: ModelConfig,
-    training: TrainingConfig,
-    chip: Chip,
-    executor: Executor = SINGLE_DEVICE,
-    other_bytes: float = 0,
-) -> remat.BlockCosts:
-    """Returns the costs of one model; `other_bytes` of a device belong to others."""
-    layers, plans = (
-        model.num_layers,
-        {kind: plan_of(model, training, executor, kind, chip) for kind in REMATS},
-    )
-    estimates = {
-        kind: plan_memory.run_bytes(model, training.sequence, plan, bool(training.adapter_rank))
-        for kind, plan in plans.items()
-    }
-    if chip.network is None:  # The differences between kinds of remat are then without links.
-        chip = dataclasses.replace(chip, network=Network(2**20, math.inf, math.inf))
-    efficiency = for_family(chip.family)
-    times = {
-        # The optimizer is no part of a block, and Muon's needs rates that a CPU's chip lacks.
-        kind: step_time(
-            model,
-            training.sequence,
-            dataclasses.replace(plan, optimizer="adamw"),
-            chip,
-            efficiency,
-        )
-        for kind, plan in plans.items()
-    }
-    block = {
-        kind: sum(float(s) for name, s in time.terms.items() if name not in STEP_TERMS) / layers
-        for kind, time in times.items()
-    }
-    sections = times["none"].sections
-    forward = sum(float(s.seconds) for name, s in sections.items() if name != "head")
-    forward *= training.micro_batches
-    recompute = {kind: max(seconds - block["none"], 0.0) for kind, seconds in block.items()}
-    attention = float(sections["attention"].seconds) * training.micro_batches
-    # What a block keeps: its activations, and with "none" its weights in the compute dtype.
-    least = float(min(each.working_copy for each in estimates.values()))
-    tokens = plans["none"].micro_batch * training.sequence
-    ends = float(tokens * plan_memory.gathered_residual(model, plans["none"]))
-    saved = {
-        kind: float(each.activations - ends + each.working_copy - least) / layers
-        for kind, each in estimates.items()
-    }
-    offloaded = saved["keep"]
-    largest = max(estimates.values(), key=_rest)
-    parameters = float(estimates["none"].parameters)
-    blocks = 1 - cost.embeddings(model) / cost.parameter_count(model)
-    seconds = None
-    if chip.host_bandwidth:
-        seconds = training.micro_batches * offloaded / chip.host_bandwidth
-    return remat.BlockCosts(
-        layers=layers,
-        forward=forward,
-        backward=max(block["none"] - forward, 0.0),
-        recompute=recompute | {"offload": recompute["keep"] + attention},
-        fixed=other_bytes + _rest(largest) + ends + least,
-        saved=saved | {"offload": 0.0},
-        offloaded=offloaded,
-        transfer=seconds,
-        copied=parameters * blocks,
-    )
-
-
-def _rest(estimate):
-    return float(estimate.total - estimate.activations - estimate.working_copy)
 
 
 def _resident(model, training, executor, chip):

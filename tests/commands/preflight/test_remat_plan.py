@@ -3,16 +3,19 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 from jax.sharding import AbstractMesh
 
 from sparse_dataflow.commands import devices
 from sparse_dataflow.commands.preflight import settling
+from sparse_dataflow.core.config import remat as texts
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import machines
 from sparse_dataflow.hardware.chips import CHIPS
+from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import plan_memory, remat
 from sparse_dataflow.runs.parallel import ParallelConfig
 from sparse_dataflow.runs.run_config import preset
@@ -80,6 +83,21 @@ def test_a_chip_without_a_known_host_link_offloads_nothing(capsys):
     alone = dataclasses.replace(CHIP, host_bandwidth=None)
     assert "offload" not in settled(str(int(least[1]) + GIB), chip=alone).model.remat
     assert "no block is offloaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["offload", "full", "offload+full:12", "none:8,offload:16"])
+def test_a_predicted_step_has_the_copies_and_recomputation_of_the_plan(text):
+    def seconds(remat_text, chip):
+        config = CONFIG.change(model__remat=remat_text)
+        result = settling.settle(config, Machine(chip, 1, host=jax.default_backend() == "cpu"))
+        return result.request.seconds(result.plan)
+
+    slow = dataclasses.replace(CHIP, host_bandwidth=CHIP.host_bandwidth / 10)
+    loops = texts.loops(text, CONFIG.model.num_layers)
+    for chip in (CHIP, slow):
+        added = remat.estimate(all_costs(chip=chip), loops).seconds
+        assert seconds(text, chip) - seconds("none", chip) == pytest.approx(added)
+    assert (seconds(text, slow) > seconds(text, CHIP)) == ("offload" in text)
 
 
 def test_a_mesh_shards_what_is_planned():
