@@ -338,6 +338,7 @@ def test_the_readme_example_runs():
     names = {}
     exec(block, names)
     assert names["y"].shape == (2048, 8192)
+    assert names["losses"][-1] < names["losses"][0]
 
 
 @pytest.mark.slow
