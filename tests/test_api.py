@@ -66,6 +66,18 @@ def test_the_reference_of_a_function_has_its_arguments_and_shapes(name):
         assert SHAPE.search(doc.replace(arguments, "").partition("Examples:")[0])
 
 
+@pytest.mark.parametrize("name", sd.__all__)
+def test_a_method_that_refuses_says_so(name):
+    thing = getattr(sd, name)
+    if not inspect.isclass(thing):
+        pytest.skip("a function")
+    methods = {n: getattr(m, "__func__", m) for n, m in vars(thing).items() if n[0] != "_"}
+    functions = {n: m for n, m in methods.items() if inspect.isfunction(m)}
+    assert [n for n, m in functions.items() if not inspect.getdoc(m)] == []
+    raising = [n for n, m in functions.items() if "raise UserError" in inspect.getsource(m)]
+    assert [n for n in raising if "Raises" not in inspect.getdoc(functions[n])] == []
+
+
 EXAMPLE_NAMES = {
     "sd": sd, "jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax,
     "os": os, "tempfile": tempfile,

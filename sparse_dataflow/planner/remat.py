@@ -122,10 +122,9 @@ def block_costs(
         kind: (each.activations - ends + each.working_copy - least) / layers
         for kind, each in sizes.items()
     }
-    offloaded = saved["keep"]
     rest = (each.total - each.activations - each.working_copy for each in sizes.values())
     blocks = 1 - cost.embeddings(model) / cost.parameter_count(model)
-    transfer = plan.accumulation * offloaded / plan_memory.in_flight(plan)
+    transfer = plan.accumulation * saved["keep"] / plan_memory.in_flight(plan)
     return BlockCosts(
         layers=layers,
         forward=forward,
@@ -133,7 +132,7 @@ def block_costs(
         recompute=recompute | {"offload": recompute["keep"] + sections["none"]["attention"]},
         fixed=other_bytes + functools.reduce(np.maximum, rest) + ends + least,
         saved=saved | {"offload": 0.0},
-        offloaded=offloaded,
+        offloaded=saved["keep"],
         transfer=transfer / chip.host_bandwidth if chip.host_bandwidth else None,
         copied=sizes["none"].parameters * blocks,
     )

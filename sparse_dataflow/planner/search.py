@@ -78,8 +78,7 @@ class Request:
       fused_attention: see `parallel_plan.ParallelPlan`.
       trained: phases of each model of a run whose steps alternate; none for `config` alone.
       adapters: whether everything but low-rank terms is frozen.
-      blocks: patterns of the blocks' kinds of remat, which replace that of a plan; none for the
-        plan's.
+      blocks: patterns of the blocks' kinds of remat; none for the kind of a plan.
     """
 
     config: ModelConfig

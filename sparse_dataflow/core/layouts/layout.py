@@ -247,7 +247,11 @@ class BlockLayout:
     def from_mask(
         cls, mask: np.ndarray, block: int, max_fan_out: int | None = None
     ) -> "BlockLayout":
-        """Builds the layout of the True blocks of a bool [in_blocks, out_blocks] mask."""
+        """Builds the layout of the True blocks of a bool [in_blocks, out_blocks] mask.
+
+        Raises:
+          UserError: the mask is no bool matrix.
+        """
         mask = np.asarray(mask)
         if mask.ndim != 2 or mask.dtype != np.bool_:
             raise UserError(f"Mask is {mask.dtype} of rank {mask.ndim}; legal: a bool matrix.")
