@@ -6,11 +6,15 @@ from executed import ROOT, executed
 
 SMALL = {
     "sparse_layers": 'SOURCE = ""\nWIDTH, STEPS = 64, 60',
+    "prune_and_serve": 'SOURCE = ""\nSTEPS, TOKENS = 10, 1024',
+    "finetune_and_export": 'SOURCE = ""\nBASE, STEPS, ADAPTER_STEPS = "", 10, 4',
     "read_a_plan": 'SOURCE = ""\nSCALE, CHIPS, MACHINES = "1.3b", "h100:1", "h100:1@2,v5e:8@1"\n'
     'PLAN = "--scale=22b --hardware=h100 --chips=64 --batch=512"',
 }
 WORDS = {
     "sparse_layers": ("sparse: loss", "largest difference:"),
+    "prune_and_serve": ("block=1x16", "block=narrow", "answer: {"),
+    "finetune_and_export": ("loss of the answers", "exported adapter", "largest difference"),
     "read_a_plan": ("seconds a step", "cheapest", "days"),
 }
 """Notebook -> what its outputs have, those that are stored and those at small size."""
