@@ -96,7 +96,7 @@ class Options(ModelOptions):
 
 def main(options):
     """Searches and reports; see the module docstring."""
-    from sparse_dataflow.commands.planning import search_report
+    from .planning import search_report
 
     search_report.report_search(options)
 

@@ -1,7 +1,7 @@
-"""The form in which masked weights are decoded: as rows on a CPU, else whole.
+"""The form in which weights are decoded: as rows on a CPU, else whole.
 
-A mask of rows, such as 1 input x 16 outputs, lets a CPU read the stored weights alone.  This is
-decided here, when a model is prepared for decoding, and nowhere else.
+A kernel of CPUs reads rows, such as 1 input x 16 outputs: those of a mask alone, or all of a whole
+matrix.  This is decided here, when a model is prepared for decoding, and nowhere else.
 """
 
 import functools
@@ -12,15 +12,20 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.ops import dispatch, platforms
+from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.masked import Masked
-from sparse_dataflow.core.weights.rows import rows_of
-from sparse_dataflow.core.weights.weight import Linear
+from sparse_dataflow.core.weights.rows import all_rows, rows_of
+from sparse_dataflow.core.weights.weight import Linear, Thresholded
 from sparse_dataflow.data import cache
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.processor import processor
 
-FORMS = AUTO, ROWS, DENSE = "auto", "rows", "dense"
-"""Forms of masked weights: as rows where a CPU is faster with them, as rows, or whole."""
+FORMS = AUTO, ROWS, DENSE, INT8 = "auto", "rows", "dense", "int8"
+"""Forms of weights: as rows where a CPU is faster with them, as rows, whole, or as rows of int8
+with a scale for each output."""
+
+DTYPES = ("float32", "bfloat16")
+"""Compute dtypes of the kernel."""
 
 KERNELS = "kernels"
 """Folder of compiled kernels in the cache folder."""
@@ -34,11 +39,11 @@ def check(config: ModelConfig, form: str) -> None:
     """
     if form not in FORMS:
         raise UserError(f"The form {form!r} is unknown; legal: {', '.join(FORMS)}.")
-    if form != ROWS:
+    if form not in (ROWS, INT8):
         return
     if not dispatch.on(platforms.ROW_KERNEL):
         raise UserError(f"Rows run on CPUs, and this is {dispatch.platform()}; legal: {DENSE}.")
-    if not any(_width(config, name) for name in config.projections):
+    if form == ROWS and not any(_width(config, name) for name in config.projections):
         raise UserError(
             "The model has no masks of rows (--pattern=masked --block=1x16, or another "
             f"multiple of 8 outputs), so its weights cannot be {ROWS}; legal: {AUTO}, {DENSE}."
@@ -46,7 +51,7 @@ def check(config: ModelConfig, form: str) -> None:
 
 
 def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> dict:
-    """Returns the weights of a layer with masked weights in a form.
+    """Returns the weights of a layer in a form.
 
     Args:
       layer: `layer_weights` in the compute dtype.
@@ -55,7 +60,7 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
     Raises:
       UserError: the form is "rows", and a mask is not of rows.
     """
-    if form == DENSE or not dispatch.on(platforms.ROW_KERNEL):
+    if not _as_rows(config, form):
         return layer
 
     def served(name, module):
@@ -64,22 +69,43 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
         if not isinstance(module, Linear):
             return module
         width = _width(config, name)
+        skips_zeros = isinstance(module.weight, Thresholded)
 
         def as_rows(stored):
-            if not width or not _is_concrete(stored):
+            if not _is_concrete(stored):
                 return stored
-            if (rows := rows_of(stored, width, with_kernel=bool(_refusal()))) is None:
-                if form == ROWS:
-                    raise UserError(
-                        f"The mask of {name} in layer {number} is not of rows of 1 x {width} that "
-                        f"are fewer bytes than the whole weight; legal: {AUTO}, {DENSE}."
-                    )
-                return stored
-            return rows
+            if width and (rows := rows_of(stored, width)):
+                return rows.in_int8() if form == INT8 else rows
+            if width and form == ROWS:
+                raise UserError(
+                    f"The mask of {name} in layer {number} is not of rows of 1 x {width} that "
+                    f"are fewer bytes than the whole weight; legal: {AUTO}, {DENSE}, {INT8}."
+                )
+            if isinstance(stored, Quantised):
+                return all_rows(stored.kernel, stored.kernel_scale)
+            return stored if skips_zeros else all_rows(stored.dense(), in_int8=form == INT8)
 
         return Linear(module.weight.map_stored(as_rows), module.bias)
 
     return served("", layer)
+
+
+def ends_in_form(config: ModelConfig, embed: dict, head: dict, form: str) -> tuple[dict, dict]:
+    """Returns the parameters of the embedding and the head, with the table of the output layer in a
+    form."""
+    section, name = (head, "output") if "output" in head else (embed, "tokens")
+    table = section[name]
+    if not _as_rows(config, form) or not _is_concrete(Dense(table)):
+        return embed, head
+    replaced = {**section, name: all_rows(table.T, in_int8=form == INT8)}
+    return (embed, replaced) if section is head else (replaced, head)
+
+
+def _as_rows(config, form):
+    """Returns whether weights become rows: where they have a kernel, or where a form needs them."""
+    if form == DENSE or not dispatch.on(platforms.ROW_KERNEL):
+        return False
+    return form != AUTO or (config.compute_dtype in DTYPES and not _refusal())
 
 
 def _width(config, projection):
@@ -89,10 +115,12 @@ def _width(config, projection):
 
 def _is_concrete(stored):
     """Returns whether a weight is a matrix on one device, multiplied in the compute dtype."""
-    if not isinstance(stored, Masked) or stored.precision != PRECISIONS[0]:
+    if not isinstance(stored, (Dense, Masked, Quantised)):
         return False
-    arrays = stored.kernel, stored.mask
-    if any(isinstance(array, jax.core.Tracer) or array.ndim != 2 for array in arrays):
+    if getattr(stored, "precision", PRECISIONS[0]) != PRECISIONS[0]:
+        return False
+    arrays = jax.tree.leaves(stored)
+    if any(isinstance(array, jax.core.Tracer) for array in arrays) or arrays[0].ndim != 2:
         return False
     return all(len(getattr(array, "devices", lambda: "1")()) == 1 for array in arrays)
 
@@ -112,5 +140,5 @@ def _refusal():
         except UserError as error:
             reason = str(error)
     if reason:
-        say(f"rows of weights: products by XLA, because {reason}")
+        say(f"weights for decoding: products by XLA, because {reason}")
     return reason

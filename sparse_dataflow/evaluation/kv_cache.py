@@ -69,7 +69,7 @@ def prepare(
     """Casts the weights layer by layer to the compute dtype; routers stay float32.
 
     Args:
-      form: of masked weights, see `decoded_form`.
+      form: of weights, see `decoded_form`.
 
     Raises:
       UserError: the named form is not possible.
@@ -88,7 +88,9 @@ def prepare(
                 layer = merged(layer, stacks.map_placed_layouts(layer_layout, layouts))
             weights = layer_weights(config, layer)
             layers.append(decoded_form.layer_in_form(config, weights, form, len(layers)))
-    return Weights(cast(params["embed"]), tuple(layers), cast(params["head"]))
+    ends = cast(params["embed"]), cast(params["head"])
+    embed, head = decoded_form.ends_in_form(config, *ends, form)
+    return Weights(embed, tuple(layers), head)
 
 
 def _layout(config, i, place, stacked):

@@ -10,7 +10,6 @@ import pytest
 from decoded import DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from marks import some
 from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -49,14 +48,13 @@ def stored(weights):
     return {type(module.weight) for _, module in linears if hasattr(module, "weight")}
 
 
-@pytest.fixture(params=some(["native", "xla", "xla beside the kernel"], "native"))
+@pytest.fixture(params=["native", "xla"])
 def how(request, monkeypatch, compiled_kernels):
     """Products with rows by each implementation; a process has one choice of its own."""
     why = compiled_kernels or dispatch.sharding_refusal()
     if request.param == "native" and why:
         pytest.skip(why)
-    beside = "no compiler" if request.param == "xla beside the kernel" else ""
-    monkeypatch.setattr(decoded_form, "_refusal", lambda: beside)
+    monkeypatch.setattr(decoded_form, "_refusal", lambda: "")
     jax.clear_caches()
     with dispatch.without(*["row_matmul"] * (request.param != "native")):
         yield request.param
@@ -107,9 +105,13 @@ def test_logits_are_those_of_the_whole_weights(how):
         assert stored(whole) == {Masked}
         tolerance = {"float32": 3e-4, "bfloat16": 0.1}[dtype]
         expected = logits(config, whole, seed, batch)
-        scale = np.abs(expected).max()
+        scale = max(1, np.abs(expected).max())
         difference = np.abs(logits(config, rows, seed, batch) - expected).max()
-        assert difference <= tolerance * max(1, scale)
+        assert difference <= tolerance * scale
+        rounded = kv_cache.prepare(config, ModelWeights(params, {}), "int8")
+        int8 = [leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(rounded)]
+        assert sum(int8) == 1 + len(config.projections)
+        assert np.abs(logits(config, rounded, seed, batch) - expected).max() <= 0.1 * scale
 
     check()
 
@@ -117,14 +119,14 @@ def test_logits_are_those_of_the_whole_weights(how):
 @pytest.mark.parametrize("config", [DENSE, SPARSE, model(4), model(1), model(4, block=4)])
 def test_weights_that_are_not_rows_are_refused_by_name_alone(config):
     model_weights = ModelWeights(params_of(config, 0), tables_of(config))
-    assert Rows not in stored(kv_cache.prepare(config, model_weights))
     with pytest.raises(UserError, match=r"no masks of rows .* legal: auto, dense"):
         kv_cache.prepare(config, model_weights, "rows")
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("projection", ["qkv", "mlp_out"])
-def test_a_mask_of_other_entries_stays_whole(layer, projection):
+def test_a_mask_of_other_entries_stays_whole(monkeypatch, layer, projection):
+    monkeypatch.setattr(decoded_form, "_refusal", lambda: "")
     config = model()
     params = params_of(config, 0)
     mask = params["blocks"][projection]["mask"].copy()
@@ -132,14 +134,14 @@ def test_a_mask_of_other_entries_stays_whole(layer, projection):
     params["blocks"][projection]["mask"] = mask
     weights = kv_cache.prepare(config, ModelWeights(params, {}))
     for number, each in enumerate(weights.layers):
-        is_whole = isinstance(each[projection].weight, Masked)
+        is_whole = each[projection].weight.inputs is None
         assert is_whole == (number == layer)
     with pytest.raises(UserError, match=f"mask of {projection} in layer {layer} is not of rows"):
         kv_cache.prepare(config, ModelWeights(params, {}), "rows")
 
 
 def test_another_form_is_refused():
-    with pytest.raises(UserError, match="form 'sparse' is unknown; legal: auto, rows, dense"):
+    with pytest.raises(UserError, match="form 'sparse' is unknown; legal: auto, rows, dense, int8"):
         kv_cache.prepare(model(), ModelWeights(params_of(model(), 0), {}), "sparse")
 
 
@@ -165,8 +167,20 @@ def test_a_refused_kernel_is_said_once(monkeypatch, capsys, tmp_path):
     finally:
         decoded_form._refusal.cache_clear()
     [line] = capsys.readouterr().err.splitlines()
-    assert "rows of weights: products by XLA, because no compiler for kernels" in line
-    assert all(module.weight.kernel is not None for module in [weights.layers[0]["qkv"]])
+    assert "weights for decoding: products by XLA, because no compiler for kernels" in line
+    assert stored(weights) == {Masked}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_dense_model_has_the_same_logits_as_rows(how, tied, positions):
+    config = dataclasses.replace(DENSE, tied_embeddings=tied, positions=positions, num_layers=1)
+    model_weights = ModelWeights(params_of(config, 0), {})
+    rows = kv_cache.prepare(config, model_weights)
+    assert stored(rows) == {Rows}
+    whole = kv_cache.prepare(config, model_weights, "dense")
+    expected = logits(config, whole, 0, 3)
+    np.testing.assert_allclose(logits(config, rows, 0, 3), expected, 3e-4, 3e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,10 +1,11 @@
 """Tokens a second of one text on one core, ours and llama.cpp's of the same model, in turns.
 
-taskset -c 0 python tests/real/speed.py --model=smollm2 --rows=FOLDER --out=FILE.json
+taskset -c 0 python tests/real/speed.py --model=smollm2
 
 Each round reads a prompt and writes some tokens with every program once.  Seconds are those of a
 core, which other programs change less than the time that passes.  llama.cpp has its default
-settings, and one thread.  FOLDER is the model pruned to rows of 16, as `table.py` leaves it.
+settings, and one thread.  Half of the weights in rows of 16 are the largest by their squares, which
+are as fast as those that pruning chooses.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import numpy as np
 
 import sparse_dataflow as sd
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.core.config.projections import LinearSpec
+from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.hardware import detect
 from tests.real import models, results
@@ -33,12 +35,28 @@ FILES = {
 }
 
 
-class Ours:
-    """A model as `sd.generate` runs it, in a dtype."""
+def in_rows(model, density=0.5, outputs=16):
+    """The model with a share of its weights in rows of 1 x `outputs`, the largest by squares."""
+    spec = LinearSpec("masked", density=density, block=1, block_outputs=outputs)
 
-    def __init__(self, model, dtype, length):
+    def masked(arrays):
+        mask = spec.weight.best(spec.weight.scores(arrays["kernel"] ** 2, spec), spec)
+        return {**arrays, "kernel": arrays["kernel"] * mask, "mask": mask}
+
+    blocks = {
+        name: masked(arrays) if "kernel" in arrays else arrays
+        for name, arrays in model.params["blocks"].items()
+    }
+    config = model.model.with_linears(spec)
+    return dataclasses.replace(model, model=config, params={**model.params, "blocks": blocks})
+
+
+class Ours:
+    """A model as `sd.generate` runs it, in a dtype and a form."""
+
+    def __init__(self, model, dtype, length, form=decoded_form.AUTO):
         config = self.config = dataclasses.replace(model.model, compute_dtype=dtype)
-        self.weights, self.length = kv_cache.prepare(config, model.weights), length
+        self.weights, self.length = kv_cache.prepare(config, model.weights, form), length
         program = functools.partial(kv_cache.program, config=config)
         self.prefill, self.decode = program(kv_cache.prefill), program(kv_cache.decode_tokens)
         self.sampler = Sampler.of(Sampling(), 1)
@@ -70,7 +88,6 @@ class Ours:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rows", default="", help="folder of the model in rows of 16")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
@@ -84,8 +101,13 @@ def main():
         "ours, bfloat16": Ours(model, "bfloat16", length),
         "ours, float32": Ours(model, "float32", length),
     }
-    if options.rows:
-        programs["ours, rows of 16, bfloat16"] = Ours(sd.load(options.rows), "bfloat16", length)
+    rows = in_rows(model)
+    programs |= {
+        "ours, int8": Ours(model, "bfloat16", length, decoded_form.INT8),
+        "ours, half, bfloat16": Ours(rows, "bfloat16", length),
+        "ours, half, int8": Ours(rows, "bfloat16", length, decoded_form.INT8),
+    }
+    del rows, model
     for name, types in FILES.items():
         file = models.as_type(path, models.FOLDER, *types) if types else path
         programs[name] = Logits(file, context=length, threads=1)
@@ -99,15 +121,19 @@ def main():
     rows = {}
     for name, pairs in seconds.items():
         prompt, token = np.median(pairs, axis=0)
-        ratio = np.median(seconds["llama.cpp F16"][:, 1] / pairs[:, 1])
+        over_f16, over_q8 = (
+            float(np.median(seconds[f"llama.cpp {kind}"][:, 1] / pairs[:, 1]))
+            for kind in ("F16", "Q8_0")
+        )
         rows[name] = {
             "tokens_per_second": 1 / token,
             "prompt_tokens_per_second": options.prompt / prompt,
-            "speed_over_f16": float(ratio),
+            "speed_over_f16": over_f16,
+            "speed_over_q8_0": over_q8,
         }
         print(
             f"{name:28} {1 / token:7.1f} tokens/s, {options.prompt / prompt:7.0f} of a prompt, "
-            f"{ratio:.2f}x llama.cpp F16",
+            f"{over_f16:.2f}x llama.cpp F16, {over_q8:.2f}x Q8_0",
             flush=True,
         )
     facts = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from sparse_dataflow.files import derived
 from sparse_dataflow.hardware.processor import processor
@@ -84,17 +85,23 @@ def _registers(library):
     return True
 
 
-def row_matmul_refusal(x, values, inputs, kernel) -> str:
+DTYPES = ("float32", "bfloat16")
+"""Of tokens; values may be int8 too."""
+
+
+def row_matmul_refusal(x, values, inputs, scale) -> str:
     """Return why the product cannot run; empty if it can."""
-    if x.dtype.name not in ("float32", "bfloat16") or values.dtype != x.dtype:
+    if x.dtype.name not in DTYPES or values.dtype.name not in (*DTYPES, "int8"):
         return f"it multiplies float32 or bfloat16, not {x.dtype.name} with {values.dtype.name}."
     return _state["refusal"]
 
 
 def run_row_matmul(
-    x: jax.Array, values: jax.Array, inputs: jax.Array, kernel: jax.Array | None
+    x: jax.Array, values: jax.Array, inputs: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
-    """Compute `row_matmul`; no number of tokens needs the kernel."""
+    """Compute `row_matmul`."""
     groups, _, width = values.shape
     result = jax.ShapeDtypeStruct((len(x), groups * width), x.dtype)
-    return jax.ffi.ffi_call(SYMBOL, result)(x, values, inputs)
+    index = np.empty((0, 0), np.uint16) if inputs is None else inputs
+    factors = np.empty(0, np.float32) if scale is None else scale
+    return jax.ffi.ffi_call(SYMBOL, result)(x, values, index, factors)

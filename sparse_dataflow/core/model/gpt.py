@@ -369,6 +369,9 @@ def embed(
     Raises:
       UserError: T exceeds the positions that the model has.
     """
+    if isinstance(table := params["tokens"], Weight):  # In a form for decoding.
+        params = {**params, "tokens": table.columns(tokens_BxT.reshape(-1))}
+        tokens_BxT = jnp.arange(tokens_BxT.size).reshape(tokens_BxT.shape)
     return embed_and_table(config, params, tokens_BxT, context, shard)[0]
 
 
@@ -536,8 +539,12 @@ def head_scores(
 def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab_size] logits from the output of the last block."""
     x = head(config, params["head"], x_BxTxD)
-    x, output = output_layer(params["head"], params["embed"]["tokens"], x)
-    logits = jnp.einsum("btd,vd->btv", x, output, preferred_element_type=jnp.float32)
+    table = params["head"].get("output", params["embed"]["tokens"])
+    if isinstance(table, Weight):  # In a form for decoding.
+        logits = x.astype(jnp.float32) @ table + params["head"].get("output_bias", 0)
+    else:
+        x, output = output_layer(params["head"], table, x)
+        logits = jnp.einsum("btd,vd->btv", x, output, preferred_element_type=jnp.float32)
     return cross_entropy.capped(logits, config.logit_cap)
 
 

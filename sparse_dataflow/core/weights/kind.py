@@ -177,6 +177,10 @@ class Weight:
         """Returns W, [..., in, out], of concrete layouts."""
         raise NotImplementedError
 
+    def columns(self, outputs: Any) -> Any:
+        """Returns the weights of some outputs, [len(outputs), in]."""
+        return self.dense()[..., outputs].T
+
     def map_stored(self, function: "Callable[[Weight], Weight]") -> "Weight":
         """Replaces the innermost weight, which no wrapper is."""
         return function(self)

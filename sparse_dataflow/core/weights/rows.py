@@ -1,14 +1,20 @@
-"""Masked weights as rows: the form in which a CPU decodes them, with the stored weights alone."""
+"""Weights as rows, the form in which a CPU decodes: of masked weights the stored ones alone."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.ops.row_matmul.row_matmul_op import row_matmul
-from sparse_dataflow.core.weights.kind import Weight
+from sparse_dataflow.core.weights.dense import Quantised
+from sparse_dataflow.core.weights.kind import METADATA, Weight
 from sparse_dataflow.core.weights.masked import Masked
+
+WIDTH = 16
+"""Outputs of a row of a whole matrix."""
 
 
 @jax.tree_util.register_dataclass
@@ -20,46 +26,72 @@ class Rows(Weight):
     with fewer rows end with zeros.
 
     Attributes:
-      values: float [groups, rows, width].
-      inputs: uint16 or int32 [groups, rows], the input of each row.
-      kernel: float [in, out], where the product of many tokens needs it; None for none.
+      values: float or int8 [groups, rows, width].
+      outputs: of the matrix; those of the last group may be padding.
+      inputs: uint16 [groups, rows], the input of each row; None if each group has all inputs.
+      scale: float32 [groups * width], of int8 values; None for none.
     """
 
     values: Any
-    inputs: Any
-    kernel: Any = None
+    outputs: int = dataclasses.field(metadata=METADATA)
+    inputs: Any = None
+    scale: Any = None
 
     def __rmatmul__(self, x):
-        kernel = None if self.kernel is None else self.kernel.astype(x.dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        y = row_matmul(rows, self.values.astype(x.dtype), self.inputs, kernel)
-        return y.reshape(*x.shape[:-1], -1)
+        y = row_matmul(x.reshape(-1, x.shape[-1]), self.values, self.inputs, self.scale)
+        return y[:, : self.outputs].reshape(*x.shape[:-1], self.outputs)
+
+    def columns(self, outputs: jax.Array) -> jax.Array:
+        """Returns the weights of some outputs, [len(outputs), in], of a matrix with all rows."""
+        width = self.values.shape[2]
+        columns = self.values[outputs // width, :, outputs % width]
+        return columns if self.scale is None else columns * self.scale[outputs, None]
+
+    def in_int8(self) -> "Rows":
+        """Returns the rows with values in int8 and a scale for each output."""
+        arrays = Quantised.arrays_of_dense({"kernel": self.values})
+        scale = arrays["kernel_scale"].reshape(-1)
+        return dataclasses.replace(self, values=arrays["kernel"], scale=scale)
 
 
-def rows_of(weight: Masked, width: int, with_kernel: bool) -> Rows | None:
+@functools.partial(jax.jit, static_argnames="in_int8")
+def all_rows(kernel: jax.Array, scale: jax.Array | None = None, in_int8: bool = False) -> Rows:
+    """Returns a whole matrix [in, out] as rows.
+
+    Args:
+      scale: float32 [out], of a matrix of int8.
+      in_int8: whether the values become int8.
+    """
+    inputs, outputs = kernel.shape
+    padding = -outputs % WIDTH
+    padded = jnp.pad(kernel, [(0, 0), (0, padding)])
+    values = padded.reshape(inputs, -1, WIDTH).swapaxes(0, 1)
+    scale = None if scale is None else jnp.pad(scale, [(0, padding)])
+    rows = Rows(values, outputs, scale=scale)
+    return rows.in_int8() if in_int8 else rows
+
+
+def rows_of(weight: Masked, width: int) -> Rows | None:
     """Returns a masked weight as rows; None if its mask is not of rows, or if they have no fewer
     bytes than the kernel.
 
     Args:
       weight: of one layer, with concrete arrays.
       width: outputs of a row; see `Masked.row_width`.
-      with_kernel: whether the kernel stays beside them.
     """
     kernel, mask = np.asarray(weight.kernel), np.asarray(weight.mask)
     inputs, outputs = mask.shape
     grouped = mask.reshape(inputs, outputs // width, width)
     stored = grouped[..., 0].T
-    if not (grouped == grouped[..., :1]).all():
+    if inputs > 2**16 or not (grouped == grouped[..., :1]).all():
         return None
     fan_in = stored.sum(1)
     rows = max(1, int(fan_in.max()))
     # Stored rows first, in order.  Groups with fewer rows read others, whose values are zero.
-    index = np.argsort(~stored, axis=1, kind="stable")[:, :rows]
-    table = index.astype(np.uint16 if inputs <= 2**16 else np.int32)
+    table = np.argsort(~stored, axis=1, kind="stable")[:, :rows].astype(np.uint16)
     if rows * (width * kernel.itemsize + table.itemsize) >= inputs * width * kernel.itemsize:
         return None
     groups = np.arange(len(stored))[:, None]
-    values = kernel.reshape(inputs, -1, width)[index, groups]
+    values = kernel.reshape(inputs, -1, width)[table, groups]
     values[np.arange(rows) >= fan_in[:, None]] = 0
-    masked = weight.as_dense().kernel if with_kernel else None
-    return Rows(jax.numpy.asarray(values), jax.numpy.asarray(table), masked)
+    return Rows(jnp.asarray(values), outputs, jnp.asarray(table))

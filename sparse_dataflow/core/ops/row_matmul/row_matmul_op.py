@@ -1,8 +1,9 @@
 """The product with rows: stored groups of one input and 8 to 64 neighbouring outputs.
 
-A token that is decoded alone is bound by the bytes of the weights, and a row is a cache line or
-more, so half of the rows are half of the time.  Shapes in names: G groups of outputs, K stored rows
-of each, W outputs of a row.
+A token that is decoded alone is bound by the bytes of the weights.  A whole matrix has all rows of
+16 outputs, in the order in which a CPU reads them; half of the rows, or int8 instead of bfloat16,
+are half of the time.  Shapes in names: G groups of outputs, K stored rows of each, W outputs of a
+row.
 """
 
 import jax
@@ -25,18 +26,17 @@ IMPLEMENTATIONS = tuple(OP.implementations)
 def row_matmul(
     x: jax.Array,
     values_GxKxW: jax.Array,
-    inputs_GxK: jax.Array,
-    kernel: jax.Array | None = None,
+    inputs_GxK: jax.Array | None = None,
+    scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Compute `x @ kernel` of a kernel with zeros outside of the stored rows.
+    """Compute `x @ kernel * scale` of a kernel with zeros outside of the stored rows.
 
     Args:
       x: float [tokens, in].
-      values_GxKxW: in x's dtype; zeros where a group has fewer rows than others.
-      inputs_GxK: uint16 or int32, the input of each row.
-      kernel: [in, G * W] in x's dtype, for implementations that are slow with many tokens; None if
-        there is none.
+      values_GxKxW: float or int8; zeros where a group has fewer rows than others.
+      inputs_GxK: uint16, the input of each row; None if every group has all inputs in order.
+      scale: float32 [G * W], of the outputs; None for none.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform.
 
     Returns:
@@ -45,5 +45,5 @@ def row_matmul(
     Raises:
       UserError: a named implementation cannot run.
     """
-    operands = x, values_GxKxW, inputs_GxK, kernel
+    operands = x, values_GxKxW, inputs_GxK, scale
     return OP.module(implementation, *operands).run_row_matmul(*operands)

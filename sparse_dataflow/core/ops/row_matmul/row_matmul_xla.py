@@ -1,19 +1,17 @@
-"""The product with rows by XLA: gather inputs, multiply, and sum in one fused loop."""
+"""The product with rows by XLA: gather inputs, multiply, and sum; or one whole matrix."""
 
 import jax
 import jax.numpy as jnp
 
-FEW_TOKENS = {"float32": 8, "bfloat16": 1}
-"""Dtype -> most tokens for which a CPU is faster with the rows than with the kernel."""
-
 
 def run_row_matmul(
-    x: jax.Array, values: jax.Array, inputs: jax.Array, kernel: jax.Array | None
+    x: jax.Array, values: jax.Array, inputs: jax.Array | None, scale: jax.Array | None
 ) -> jax.Array:
     """Compute `row_matmul`."""
-    if kernel is not None and len(x) > FEW_TOKENS.get(x.dtype.name, 1):
-        return x @ kernel
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    scales = x[:, inputs.astype(jnp.int32)].astype(wide)
-    y = (scales[..., None] * values.astype(wide)).sum(2)
-    return y.reshape(len(x), -1).astype(x.dtype)
+    x_wide, values = x.astype(wide), values.astype(wide)
+    if inputs is None:
+        y = x_wide @ values.swapaxes(0, 1).reshape(x.shape[1], -1)
+    else:
+        y = (x_wide[:, inputs][..., None] * values).sum(2).reshape(len(x), -1)
+    return (y if scale is None else y * scale).astype(x.dtype)
