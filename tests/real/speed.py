@@ -12,6 +12,8 @@ import argparse
 import dataclasses
 import functools
 import os
+import shlex
+import sys
 import time
 
 import jax
@@ -138,6 +140,8 @@ def main():
         )
     facts = {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
     facts |= {"prompt": options.prompt, "tokens": options.tokens, "rounds": options.rounds}
+    # `keep` names modules of the package and of experiments.
+    facts["command"] = shlex.join(["python", "tests/real/speed.py", *sys.argv[1:]])
     result = [facts | {"rows": rows}]
     measurement.keep(options.out, f"speed_{options.model}", detect.cpu_name(), result)
 
