@@ -178,7 +178,7 @@ XLA_FFI_Error* refused(const XLA_FFI_Api* api, const char* message) {
 struct Threads {
   explicit Threads(const XLA_FFI_CallFrame* frame) : api(frame->api), ctx(frame->ctx) {}
   const XLA_FFI_Api* api;
-  XLA_FFI_InvokeContext* ctx;
+  decltype(XLA_FFI_CallFrame::ctx) ctx;  // Its type has another name in older versions of jax.
 
   int64_t count() const {
     int64_t count = 0;
