@@ -34,7 +34,7 @@ import dataclasses
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models.load_model import ActivationOptions, ModelOptions
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
-from sparse_dataflow.evaluation.sampling_settings import SEEDS, SamplingSettings
+from sparse_dataflow.evaluation.sampling_settings import AUTO, FORMS, SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
 
 
@@ -54,10 +54,10 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
         legal=AT_LEAST_ZERO,
     )
     form: str = setting(
-        "auto",
-        "How masked weights are decoded: rows reads the stored ones alone, on a CPU and if masks "
-        "are of rows (1x16); auto does so where it can.",
-        choices=("auto", "rows", "dense"),
+        AUTO,
+        "How weights are decoded on a CPU: rows reads the stored ones of masks of rows (1x16) "
+        "alone, int8 rounds, dense multiplies by XLA; auto is the fastest that does not round.",
+        choices=FORMS,
     )
     prompt: str = setting("", "Text to continue; empty begins a document.")
     prompts: str = setting("", "File of prompts, one a line, or .jsonl.", path=True)
@@ -93,7 +93,7 @@ def main(options):
             "--expert_slots is for models with experts, which --activation_sparsity is not for; "
             "leave one out."
         )
-    if options.form != "auto" and (options.runs or options.expert_slots):
+    if options.form != AUTO and (options.runs or options.expert_slots):
         raise UserError("--form is for one --run without --expert_slots; leave one out.")
     if options.router_corpora and not options.runs:
         raise UserError("--router_corpora is for a router, which --runs has; leave it out.")

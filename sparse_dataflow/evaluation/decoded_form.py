@@ -17,12 +17,9 @@ from sparse_dataflow.core.weights.masked import Masked
 from sparse_dataflow.core.weights.rows import all_rows, rows_of
 from sparse_dataflow.core.weights.weight import Linear, Thresholded
 from sparse_dataflow.data import cache
+from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, INT8, ROWS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.processor import processor
-
-FORMS = AUTO, ROWS, DENSE, INT8 = "auto", "rows", "dense", "int8"
-"""Forms of weights: as rows where a CPU is faster with them, as rows, whole, or as rows of int8
-with a scale for each output."""
 
 DTYPES = ("float32", "bfloat16")
 """Compute dtypes of the kernel."""

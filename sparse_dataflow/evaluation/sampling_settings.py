@@ -10,6 +10,10 @@ from sparse_dataflow.core.config.settings import (
     validate,
 )
 
+FORMS = AUTO, ROWS, DENSE, INT8 = "auto", "rows", "dense", "int8"
+"""Forms of the weights that decode: as rows where a CPU is faster with them, those of masks alone,
+whole, or as rows of int8 with a scale for each output."""
+
 SEEDS = between(0, 2**32 - 1)
 """Seeds of texts: a random key has one word of 32 bits for it."""
 
