@@ -160,8 +160,8 @@ def kernel_folder():
 def compiled_kernels(kernel_folder):
     """Why kernels for the CPU are not compiled here; "" where they are.  A compiler that refuses
     them is a fault."""
-    from sparse_dataflow.chips.cpu import row_matmul
+    from sparse_dataflow.chips.cpu import kernels
 
-    reason = row_matmul.build(kernel_folder)
+    reason = kernels.build(kernel_folder)
     assert not reason or "has no C++ compiler" in reason, reason
     return reason

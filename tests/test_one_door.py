@@ -22,7 +22,7 @@ LIBRARIES = {
     *("gzip", "tarfile", "zipfile", "lzma", "bz2"),
 }
 OTHERS = {
-    "chips/cpu/row_matmul.py": "the package's own source",
+    "chips/cpu/kernels.py": "the package's own source",
     "commands/experiment_modules.py": "the package's own source",
     "commands/run_folder.py": "the metadata of the package",
     "data/cache.py": "a file that the process itself wrote",

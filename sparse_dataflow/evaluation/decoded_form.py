@@ -8,6 +8,7 @@ import functools
 
 import jax
 
+from sparse_dataflow.chips.cpu import kernels
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.messages import say
@@ -20,9 +21,6 @@ from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, INT8, ROWS
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.processor import processor
-
-DTYPES = ("float32", "bfloat16")
-"""Compute dtypes of the kernel."""
 
 KERNELS = "kernels"
 """Folder of compiled kernels in the cache folder."""
@@ -102,7 +100,8 @@ def _as_rows(config, form):
     """Returns whether weights become rows: where they have a kernel, or where a form needs them."""
     if form == DENSE or not dispatch.on(platforms.ROW_KERNEL):
         return False
-    return form != AUTO or (config.compute_dtype in DTYPES and not _refusal())
+    refusal = _refusal()
+    return form != AUTO or (config.compute_dtype in kernels.DTYPES and not refusal)
 
 
 def _width(config, projection):
@@ -124,16 +123,14 @@ def _is_concrete(stored):
 
 @functools.cache
 def _refusal():
-    """Compiles the product with rows at its first use; returns why XLA's runs instead, after saying
+    """Compiles the kernels at their first use; returns why XLA's products run instead, after saying
     so, or ""."""
-    from sparse_dataflow.chips.cpu import row_matmul
-
     reason = dispatch.sharding_refusal()
     if not reason:
         try:
             folder = cache.resolved(cache.FOLDER)
             with cache.exclusive(folder, KERNELS):  # Claims the folder.
-                reason = row_matmul.build(folder / KERNELS / processor())
+                reason = kernels.build(folder / KERNELS / processor())
         except UserError as error:
             reason = str(error)
     if reason:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+import numpy as np
 
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
@@ -24,7 +24,7 @@ from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
-from sparse_dataflow.core.ops.attention.dot_product import masked_attention
+from sparse_dataflow.core.ops.cached_attention.cached_attention_op import cached_attention
 from sparse_dataflow.core.weights.kind import ROUTER, SCALE, TABLE, leaf_of
 from sparse_dataflow.evaluation import decoded_form
 from sparse_dataflow.evaluation.sampling import Sampler
@@ -205,12 +205,10 @@ def decode_token(
     caches: tuple[LayerCache, ...],
     tokens_B: jax.Array,
     positions_B: jax.Array,
-    has_room: bool = False,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
     """Appends one token to each row, as `decode_text`: int32 [B] -> (float32 [B, vocab] logits of
     the next tokens, updated caches)."""
-    tokens_Bx1 = tokens_B[:, None]
-    logits, caches = decode_text(config, weights, caches, tokens_Bx1, positions_B, has_room)
+    logits, caches = decode_text(config, weights, caches, tokens_B[:, None], positions_B)
     return logits[:, 0], caches
 
 
@@ -235,12 +233,18 @@ def decode_text(
       (float32 [B, T, vocab] logits of the tokens after each, updated caches).
     """
     x_BxTxD, positions_BxT = _embed_at(config, weights.embed, tokens_BxT, positions_B)
+    x_BxTxD, caches = _append(config, weights, caches, x_BxTxD, positions_BxT, has_room)
+    return _logits(config, weights._replace(layers=()), x_BxTxD), caches
+
+
+def _append(config, weights, caches, x_BxTxD, positions_BxT, has_room):
+    """Returns the outputs of all layers for new tokens, and the caches."""
     new_caches: list[LayerCache] = []
     programs = _layers(config, _append_text, has_room, donate_argnums=1)
     for run, layer, cache in zip(programs, weights.layers, caches):
         x_BxTxD, cache = run(layer, cache, x_BxTxD, positions_BxT)
         new_caches.append(cache)
-    return _logits(config, weights._replace(layers=()), x_BxTxD), tuple(new_caches)
+    return x_BxTxD, tuple(new_caches)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -255,10 +259,26 @@ def _logits(config, weights, x_BxTxD):
     return gpt.logits(config, {"head": weights.head, "embed": weights.embed}, x_BxTxD)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _embed_token(config, embed, tokens_B, positions_B, i, last):
+    """Returns the embeddings of the tokens of a step, and their positions [B, 1], `last` at most.
+
+    Rows that ended go on until all do.  At the end of their cache they overwrite its last place,
+    which nobody reads.
+    """
+    return _embed_at(config, embed, tokens_B[:, None], jnp.minimum(positions_B + i, last))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_tokens(config, weights, x_Bx1xD, sampler, step):
+    """Returns the tokens [1, B] that a sampler picks."""
+    return sampler(_logits(config, weights, x_Bx1xD)[:, 0], step + 1)[None]
+
+
 def _append_text(config, has_room, layer, cache, x_BxTxD, positions_BxT):
     """Returns the outputs of a layer for new tokens, and its cache."""
     caches: list[LayerCache] = []
-    attend = functools.partial(cached_attention, caches, cache, positions_BxT, has_room=has_room)
+    attend = functools.partial(append_to_cache, caches, cache, positions_BxT, has_room)
     x_BxTxD, _ = gpt.block(config, layer, x_BxTxD, BatchContext(positions_BxT), attend=attend)
     return x_BxTxD, caches[0]
 
@@ -302,63 +322,41 @@ def decode_tokens(
     Returns:
       (int32 [most, B], whose first `count` rows are the new tokens; updated caches).
     """
-    last = caches[0].keys.shape[2] - 1
+    last = np.int32(caches[0].keys.shape[2] - 1)
+    ends = weights._replace(layers=())
 
-    def append(tokens_B, caches, i):
-        # Rows that ended go on until all do.  At the end of their cache they overwrite its last
-        # place, which nobody reads.
-        at = jnp.minimum(positions_B + i, last)
-        logits, caches = decode_token(config, weights, caches, tokens_B, at, has_room=True)
-        return sampler(logits, step + i + 1), caches
+    def append(tokens_B, caches, i, step):
+        x_Bx1xD, positions_Bx1 = _embed_token(config, weights.embed, tokens_B, positions_B, i, last)
+        x_Bx1xD, caches = _append(config, weights, caches, x_Bx1xD, positions_Bx1, True)
+        return _next_tokens(config, ends, x_Bx1xD, sampler, step), caches
 
     def append_and_write(i, carry):
         written, tokens_B, caches = carry
-        tokens_B, caches = append(tokens_B, caches, i)
-        return written.at[i].set(tokens_B), tokens_B, caches
+        tokens_1xB, caches = append(tokens_B, caches, i, step + i)
+        return written.at[i].set(tokens_1xB[0]), tokens_1xB[0], caches
 
-    if most == 1:
-        tokens_B, caches = append(tokens_B, caches, 0)
-        return tokens_B[None], caches
+    if most == 1:  # Programs of layers, one after the other, compute nothing in between.
+        return append(tokens_B, caches, np.int32(0), step)
     carry = jnp.zeros((most, len(tokens_B)), jnp.int32), tokens_B, caches
     written, _, caches = jax.lax.fori_loop(0, count, append_and_write, carry)
     return written, caches
 
 
-def cached_attention(
+def append_to_cache(
     caches: list[LayerCache],
     cache: LayerCache,
     positions_BxT: jax.Array,
+    has_room: bool,
     q,
     k,
     v,
     window,
     cap=0.0,
-    has_room=False,
 ) -> jax.Array:
     """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
-    rows = jnp.arange(positions_BxT.shape[0])[:, None]
-    distance = positions_BxT[..., None] - jnp.arange(cache.keys.shape[2])
-    visible = distance >= 0
-    if window:
-        visible &= distance < window
-    if has_room and len(positions_BxT) == 1:
-        # A scatter reads what is there, in a kernel of its own, and keeps it out of bounds.
-        start = 0, 0, positions_BxT[0, 0], 0
-        keys, values = (
-            jax.lax.dynamic_update_slice(array, new.swapaxes(1, 2), start)
-            for array, new in ((cache.keys, k), (cache.values, v))
-        )
-    else:
-        # Indices on both sides of a slice move to the front: the result is [B, T, kv heads, width],
-        # as k. A position past the cache is out of bounds, and such writes are dropped.
-        keys = cache.keys.at[rows, :, positions_BxT].set(k)
-        values = cache.values.at[rows, :, positions_BxT].set(v)
-    if dispatch.on(platforms.REORDERED_LOOPS):
-        # Else XLA turns the caches for the loop over tokens, before it and after.
-        keys, values = (with_layout_constraint(a, Layout((0, 1, 2, 3))) for a in (keys, values))
-    caches.append(LayerCache(keys, values))
-    keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-    return masked_attention(q, keys, values, visible[:, None], cap)
+    y, *updated = cached_attention(q, k, v, *cache, positions_BxT, window, cap, has_room)
+    caches.append(LayerCache(*updated))
+    return y
 
 
 @functools.partial(jax.jit, static_argnums=0)

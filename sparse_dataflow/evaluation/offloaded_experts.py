@@ -353,7 +353,7 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
         attend = functools.partial(kv_cache.prompt_attention, caches, cache_tokens)
     else:
         positions_BxT = positions_B[:, None]
-        attend = functools.partial(kv_cache.cached_attention, caches, cache, positions_BxT)
+        attend = functools.partial(kv_cache.append_to_cache, caches, cache, positions_BxT, True)
     block = gpt.bind_block(config, weights)
     x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, BatchContext(positions_BxT), UNSHARDED, attend)
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))

@@ -116,6 +116,16 @@ def test_logits_are_those_of_the_whole_weights(how):
     check()
 
 
+@pytest.mark.parametrize("form", ["auto", "int8", "rows"])
+def test_each_form_of_rows_compiles_the_kernels(monkeypatch, form):
+    """A form that a user names has them even if no model was prepared before."""
+    calls: list[None] = []
+    monkeypatch.setattr(decoded_form, "_refusal", lambda: calls.append(None) or "")
+    config = model()
+    kv_cache.prepare(config, ModelWeights(params_of(config, 0), {}), form)
+    assert calls
+
+
 @pytest.mark.parametrize("config", [DENSE, SPARSE, model(4), model(1), model(4, block=4)])
 def test_weights_that_are_not_rows_are_refused_by_name_alone(config):
     model_weights = ModelWeights(params_of(config, 0), tables_of(config))
@@ -156,9 +166,9 @@ def test_other_platforms_decode_whole_weights(monkeypatch, platform):
 
 def test_a_refused_kernel_is_said_once(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(decoded_form.cache, "FOLDER", tmp_path / "cache")
-    from sparse_dataflow.chips.cpu import row_matmul
-
-    monkeypatch.setattr(row_matmul, "build", lambda folder: f"no compiler for {folder.parent.name}")
+    monkeypatch.setattr(
+        decoded_form.kernels, "build", lambda folder: f"no compiler for {folder.parent.name}"
+    )
     monkeypatch.setattr(dispatch, "sharding_refusal", lambda: "")
     decoded_form._refusal.cache_clear()
     try:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_dataflow.chips.cpu import row_matmul as native
+from sparse_dataflow.chips.cpu import kernels as native
 from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
 from sparse_dataflow.core.ops.row_matmul.row_matmul_op import IMPLEMENTATIONS, row_matmul
 from sparse_dataflow.core.weights.masked import Masked
@@ -132,7 +132,7 @@ def test_a_dtype_that_the_kernel_lacks_is_refused_by_name(compiled_kernels):
         np.ones((1, 2, 8), np.float16),
         np.zeros((1, 2), np.uint16),
     )
-    with pytest.raises(UserError, match="multiplies float32 or bfloat16, not float16"):
+    with pytest.raises(UserError, match="read float32 or bfloat16, not float16"):
         row_matmul(*arrays, implementation="native")
     assert row_matmul(*arrays).tolist() == [[2.0] * 8]
 
@@ -161,7 +161,7 @@ def no_state(monkeypatch):
 def test_a_compiler_that_fails_is_a_refusal(not_built, monkeypatch, tmp_path, compiler, words):
     monkeypatch.setenv("CXX", script(tmp_path, compiler))
     assert words in native.build(tmp_path / "kernels")
-    assert words in native.row_matmul_refusal(*(jnp.ones(1),) * 4)
+    assert words in native.kernel_refusal(jnp.dtype("float32"))
     assert not list((tmp_path / "kernels").glob("*.partial"))
 
 

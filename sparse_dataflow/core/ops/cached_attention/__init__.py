@@ -1,0 +1,1 @@
+"""Attention of new tokens to a key-value cache."""
