@@ -73,6 +73,7 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
 def main(options):
     """Writes to the output as the text comes; see the module docstring."""
     from sparse_dataflow.commands.models import composition, generate, load_model
+    from sparse_dataflow.evaluation import decoded_form
     from sparse_dataflow.evaluation.composition import Experts, OneModel, Prompt
 
     share = options.share
@@ -111,6 +112,8 @@ def main(options):
         model, offloaded = generate.offload_experts(options, options.expert_slots)
         experts = OneModel(model, offloaded)
     else:
+        if options.form != decoded_form.DENSE:
+            decoded_form.start_compiling()
         model = load_model.load(options)
         if share:
             model = generate.with_thresholds(model, share)

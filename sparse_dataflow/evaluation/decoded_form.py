@@ -5,6 +5,7 @@ matrix.  This is decided here, when a model is prepared for decoding, and nowher
 """
 
 import functools
+import threading
 
 import jax
 
@@ -20,6 +21,7 @@ from sparse_dataflow.core.weights.weight import Linear, Thresholded
 from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, INT8, ROWS
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import large_pages
 from sparse_dataflow.hardware.processor import processor
 
 KERNELS = "kernels"
@@ -70,15 +72,17 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
             if not _is_concrete(stored):
                 return stored
             if width and (rows := rows_of(stored, width)):
-                return rows.in_int8() if form == INT8 else rows
+                return _placed(rows.in_int8() if form == INT8 else rows)
             if width and form == ROWS:
                 raise UserError(
                     f"The mask of {name} in layer {number} is not of rows of 1 x {width} that "
                     f"are fewer bytes than the whole weight; legal: {AUTO}, {DENSE}, {INT8}."
                 )
             if isinstance(stored, Quantised):
-                return all_rows(stored.kernel, stored.kernel_scale)
-            return stored if skips_zeros else all_rows(stored.dense(), in_int8=form == INT8)
+                return _placed(all_rows(stored.kernel, stored.kernel_scale))
+            if skips_zeros:
+                return stored
+            return _placed(all_rows(stored.dense(), in_int8=form == INT8))
 
         return Linear(module.weight.map_stored(as_rows), module.bias)
 
@@ -92,8 +96,13 @@ def ends_in_form(config: ModelConfig, embed: dict, head: dict, form: str) -> tup
     table = section[name]
     if not _as_rows(config, form) or not _is_concrete(Dense(table)):
         return embed, head
-    replaced = {**section, name: all_rows(table.T, in_int8=form == INT8)}
+    replaced = {**section, name: _placed(all_rows(table.T, in_int8=form == INT8))}
     return (embed, replaced) if section is head else (replaced, head)
+
+
+def _placed(rows):
+    """Returns rows in large pages, from which a processor reads a tenth faster."""
+    return jax.tree.map(large_pages.placed, rows)
 
 
 def _as_rows(config, form):
@@ -121,10 +130,24 @@ def _is_concrete(stored):
     return all(len(getattr(array, "devices", lambda: "1")()) == 1 for array in arrays)
 
 
-@functools.cache
+def start_compiling() -> None:
+    """Compiles the kernels in the background, if they are not yet, while a model is read."""
+    if dispatch.on(platforms.ROW_KERNEL):
+        threading.Thread(target=_refusal, daemon=True).start()
+
+
 def _refusal():
     """Compiles the kernels at their first use; returns why XLA's products run instead, after saying
     so, or ""."""
+    with _lock:
+        return _first_refusal()
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _first_refusal():
     reason = dispatch.sharding_refusal()
     if not reason:
         try:

@@ -29,6 +29,7 @@ from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.addresses import local_path
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import large_pages
 from sparse_dataflow.interchange import (
     architectures,
     source_config,
@@ -350,7 +351,7 @@ def reordered(params: dict, order: np.ndarray) -> dict:
     """Returns the parameters, or those of no layer, with the vocabulary in another order."""
     embed, head = params["embed"], params["head"]
     tokens = np.asarray(embed["tokens"], np.float32)
-    tokens = np.take(tokens, order, axis=0, out=tensors.aligned(tokens.shape), mode="clip")
+    tokens = np.take(tokens, order, axis=0, out=large_pages.empty(tokens.shape), mode="clip")
     embed = {**embed, "tokens": tokens}
     rows = {name: np.asarray(head[name])[order] for name in VOCABULARY if name in head}
     return {**params, "embed": embed, "head": {**head, **rows}}

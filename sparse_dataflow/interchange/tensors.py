@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ DTYPES = ("float32", "bfloat16")
 """Legal dtypes of the floats of an export."""
 
 MOST_HEADER_BYTES = 2**24
-_ALIGNMENT = 64
 _SHOWN = 5
 
 
@@ -123,14 +121,6 @@ class Tensors:
             raise UserError(
                 f"{self.folder}: {name} has shape {stored}; its config.json requires {list(shape)}."
             )
-
-
-def aligned(shape: tuple[int, ...]) -> np.ndarray:
-    """Returns an empty float32 array that jax on a CPU takes without a copy."""
-    size = 4 * math.prod(shape)
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(np.float32).reshape(shape)
 
 
 def opened_gguf(path: Path) -> GgufFile:

@@ -170,12 +170,12 @@ def test_a_refused_kernel_is_said_once(monkeypatch, capsys, tmp_path):
         decoded_form.kernels, "build", lambda folder: f"no compiler for {folder.parent.name}"
     )
     monkeypatch.setattr(dispatch, "sharding_refusal", lambda: "")
-    decoded_form._refusal.cache_clear()
+    decoded_form._first_refusal.cache_clear()
     try:
         for _ in range(2):
             weights = kv_cache.prepare(model(), ModelWeights(params_of(model(), 0), {}))
     finally:
-        decoded_form._refusal.cache_clear()
+        decoded_form._first_refusal.cache_clear()
     [line] = capsys.readouterr().err.splitlines()
     assert "weights for decoding: products by XLA, because no compiler for kernels" in line
     assert stored(weights) == {Masked}

@@ -19,16 +19,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
 
 from sparse_dataflow.core import collectives
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.errors import UserError, first_line
+
+if TYPE_CHECKING:  # A third of a second, which generation from other models does not need.
+    import orbax.checkpoint as ocp
 
 TIMEOUT_SECONDS = 7 * 24 * 3600
 """Timeout of a save: a slow file system may take as long as it needs."""
@@ -87,6 +89,8 @@ class SaveBarrier:
         return f"sparse_dataflow/{self._number}/save/{self._saves}/{wait}"
 
     def _arrive(self, timeout_ms):
+        import orbax.checkpoint as ocp
+
         self._waits += 1
         place = self._place(self._waits)
         ocp.multihost.get_barrier_sync_fn()(key=place, timeout_ms=timeout_ms)
@@ -145,12 +149,14 @@ class SaveOutcome:
         return None if words is None else UserError(words)
 
 
-def make_checkpointer(barrier: SaveBarrier) -> ocp.AsyncCheckpointer:
+def make_checkpointer(barrier: SaveBarrier) -> "ocp.AsyncCheckpointer":
     """Returns orbax's asynchronous checkpointer, with its progress logs silenced.
 
     Args:
       barrier: joined by all processes in the background.
     """
+    import orbax.checkpoint as ocp
+
     _silence_orbax()
     options = ocp.options.AsyncOptions(
         timeout_secs=TIMEOUT_SECONDS,
@@ -183,7 +189,7 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def start_writing(
-    checkpointer: ocp.AsyncCheckpointer, folder: Path, arrays: Mapping[str, Any]
+    checkpointer: "ocp.AsyncCheckpointer", folder: Path, arrays: Mapping[str, Any]
 ) -> None:
     """Writes named arrays in the background; returns once they may be changed or donated.
 
@@ -192,6 +198,8 @@ def start_writing(
     Raises:
       OSError: the arrays are larger than the free disk space; nothing is written then.
     """
+    import orbax.checkpoint as ocp
+
     raw = {name: _writable(_raw(leaf)) for name, leaf in arrays.items() if leaf.size}
     if sum(leaf.nbytes for leaf in raw.values()) > shutil.disk_usage(folder.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -199,7 +207,7 @@ def start_writing(
         checkpointer.save(folder, args=ocp.args.PyTreeSave(raw))
 
 
-def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any) -> Any:
+def read(checkpointer: "ocp.AsyncCheckpointer", folder: Path, abstract_state: Any) -> Any:
     """Returns `abstract_state` filled from `folder`, bit by bit.
 
     A leaf whose `sharding` names devices is placed there, a numpy leaf stays in numpy, any other
@@ -213,6 +221,8 @@ def read(checkpointer: ocp.AsyncCheckpointer, folder: Path, abstract_state: Any)
     Raises:
       ValueError: the stored arrays have other shapes or dtypes; nothing is read then.
     """
+    import orbax.checkpoint as ocp
+
     names = flatten(abstract_state)
     stored = {name: leaf for name, leaf in names.items() if leaf.size}
     _refuse_other_shapes(checkpointer, folder, stored)
@@ -286,7 +296,9 @@ def _has_devices(leaf: object) -> bool:
     return sharding is not None and not isinstance(mesh, jax.sharding.AbstractMesh)
 
 
-def _restore_args(leaf: Any) -> ocp.RestoreArgs:
+def _restore_args(leaf: Any) -> "ocp.RestoreArgs":
+    import orbax.checkpoint as ocp
+
     if not _has_devices(leaf):
         return ocp.RestoreArgs(restore_type=np.ndarray)
     raw = jax.eval_shape(_raw, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))

@@ -231,10 +231,15 @@ class GgufFile:
         plain = _PLAIN.get(kind.name)
         if plain is not None:
             return np.frombuffer(content, plain).reshape(shape)
-        rows = np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1)
+        # The library converts sixteen rows at a time.  Blocks of numbers depend on nothing else, so
+        # that longer rows are as good, and ten times as fast as those of a table of embeddings.
+        _, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+        rows = math.gcd(size // block_bytes, _MOST_ROWS)
         convert: Callable = self._gguf.quants.dequantize
-        return convert(rows, kind).reshape(shape)
+        return convert(np.frombuffer(content, np.uint8).reshape(rows, -1), kind).reshape(shape)
 
+
+_MOST_ROWS = 256
 
 _PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I8": "<i1", "I16": "<i2", "I32": "<i4",
           "I64": "<i8"}  # fmt: skip

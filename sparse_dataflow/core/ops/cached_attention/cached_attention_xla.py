@@ -16,7 +16,7 @@ def run_cached_attention(
     visible = distance >= 0
     if window:
         visible &= distance < window
-    if has_room and len(positions_BxT) == 1:
+    if has_room and positions_BxT.shape[0] == 1:
         # A scatter reads what is there, in a kernel of its own, and keeps it out of bounds.
         start = 0, 0, positions_BxT[0, 0], 0
         keys, values = (
@@ -26,7 +26,7 @@ def run_cached_attention(
     else:
         # Indices on both sides of a slice move to the front: the result is [B, T, kv heads, width],
         # as k.  A position past the cache is out of bounds, and such writes are dropped.
-        rows = jnp.arange(len(positions_BxT))[:, None]
+        rows = jnp.arange(positions_BxT.shape[0])[:, None]
         keys = keys.at[rows, :, positions_BxT].set(k)
         values = values.at[rows, :, positions_BxT].set(v)
     if dispatch.on(platforms.REORDERED_LOOPS):
