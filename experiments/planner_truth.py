@@ -1,6 +1,6 @@
 """Predicted against published: 1,011 runs of Megatron, NeMo, MaxText, Pax, torchtitan and others.
 
-Prints every row of sparse_dataflow/planner/published with its prediction and error, then the error
+Prints every row of experiments/planning/published with its prediction and error, then the error
 band of every kind of run and how many held-out runs are inside theirs. Each chip family and
 software stack has its constants: rows marked "fit" determined them, rows marked "test" did not.
 360 confirmation runs, which no fit has seen, are summed up by source. Needs no accelerator and

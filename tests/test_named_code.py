@@ -207,8 +207,8 @@ RELAY = "`relay/relay.py` walks over the layers. The other files:\n\n| file |\n|
         (RELAY.format("relay_programs.py"), []),
         (RELAY.format("programs.py"), ["programs.py"]),
         (RELAY.format("executor.py"), ["executor.py"]),
-        ("| a published run | a CSV in `planning/published` |", ["planning/published"]),
-        ("| a published run | a CSV in `planner/published` |", []),
+        ("| a published run | a CSV in `planner/published` |", ["planner/published"]),
+        ("| a published run | a CSV in `experiments/planning/published` |", []),
         (
             "| a family | `FAMILIES` of `core/config/model.py` |",
             ["FAMILIES of core/config/model.py"],

@@ -35,11 +35,11 @@ OTHERS = {
     "files/storage.py": "the door itself",
     "files/json_files.py": "the door of JSON",
     "hardware/detect.py": "/proc and /sys",
+    "hardware/large_pages.py": "memory of no file",
     "hardware/processor.py": "/proc",
     "interchange/serving/readers.py": "the package's own source",
     "interchange/serving/run_in_jax.py": "a program that is shipped alone",
     "interchange/serving/run_in_torch.py": "a program that is shipped alone",
-    "planner/published/__init__.py": "the package's own tables",
     "relay/server_files.py": "the moments that the process itself wrote",
 }
 """File of the package -> what it opens without the door."""

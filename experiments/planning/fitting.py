@@ -10,15 +10,15 @@ from scipy import optimize
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.hardware.chips import Chip
-from sparse_dataflow.planner import bands, published
+from sparse_dataflow.planner import bands
 from sparse_dataflow.planner.bands import Band
 from sparse_dataflow.planner.efficiency import PRIOR, Efficiency
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
-from sparse_dataflow.planner.published import Row, Scaling
 from sparse_dataflow.planner.step_time import step_time
 from sparse_dataflow.runs.run_config import SIZES
 
-from . import run_memory
+from . import published, run_memory
+from .published import Row, Scaling
 
 # Name -> (minimum, maximum, standard deviation of the prior in logits).
 RANGES = {

@@ -21,8 +21,9 @@ from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory
 from sparse_dataflow.planner.plan_memory import in_flight
-from sparse_dataflow.planner.published import Row
 from sparse_dataflow.planner.step_time import stage_experts, stage_parameters
+
+from .published import Row
 
 _STATE_BYTES = {"float32": 14, "bfloat16": 8}
 """Dtype of the weights -> bytes per parameter of MaxText's weights, moments and gradients."""

@@ -8,11 +8,11 @@ import numpy as np
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.files import folders, output
 from sparse_dataflow.hardware import chips
-from sparse_dataflow.planner import bands, published
+from sparse_dataflow.planner import bands
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, Efficiency
 from sparse_dataflow.reporting.figures import planner, png
 
-from . import fitting, run_memory
+from . import fitting, published, run_memory
 from .fitting import Error
 
 Constants = Mapping[str, Efficiency]

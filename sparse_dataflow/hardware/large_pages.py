@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from numpy.typing import DTypeLike
 
-_LINE, _PART = 64, 2**25
-"""Bytes to which jax on a CPU wants arrays aligned, so that it needs no copy, and of the part of
-memory that small arrays share."""
+_LINE, _ARENA = 64, 2**25
+"""Bytes to which jax on a CPU wants arrays aligned, so that it needs no copy, and of the memory that
+small arrays share."""
 
 _lock = threading.Lock()
 _free = memoryview(b"")
@@ -28,11 +28,11 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
     with _lock:
         memory = _free
         if padded > len(memory):
-            memory = _mapped(max(padded, _PART))
-        taken, rest = memory[:padded], memory[padded:]
+            memory = _mapped(max(padded, _ARENA))
+        claimed, rest = memory[:padded], memory[padded:]
         if len(rest) >= len(_free) or memory is _free:
             _free = rest
-    return np.frombuffer(taken[:size], dtype).reshape(shape)
+    return np.frombuffer(claimed[:size], dtype).reshape(shape)
 
 
 def _mapped(size):

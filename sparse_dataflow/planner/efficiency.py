@@ -1,7 +1,8 @@
 """Efficiency constants of each chip family: fractions of data-sheet rates that training reaches.
 
-`python -m experiments.planner_truth --fit` fits EFFICIENCIES to the rows of `published/` marked
-"fit", without those marked "test".  A test compares the constants with a new fit.
+`python -m experiments.planner_truth --fit` fits EFFICIENCIES to the rows of
+`experiments/planning/published` marked "fit", without those marked "test".  A test compares the
+constants with a new fit.
 """
 
 import dataclasses

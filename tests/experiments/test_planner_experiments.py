@@ -1,6 +1,7 @@
 """The planner's experiments end to end, in this process: what they print, write and refuse."""
 
 import csv
+import dataclasses
 import importlib
 import shlex
 import subprocess
@@ -10,9 +11,10 @@ import pytest
 from exit_status import exit_status
 
 from experiments import layout_search, planner_truth, scaling_study
-from experiments.planning import scaling
+from experiments.planning import published, scaling
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.planning import launching
+from sparse_dataflow.commands.planning.search_table import FRONTIER
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.pipeline import action_tables
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
@@ -50,6 +52,14 @@ def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
         assert (tmp_path / name).stat().st_size > 10_000
     assert "step times: ±" in out and "days" in out and "* recommended; = ties" in out
     assert "EXPERIMENT=gpt13b_dense sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sbatch" in out
+
+
+def test_frontiers_plans_are_the_published_rows():
+    rows = published.rows("frontier_mi250x")
+    assert [row.name.lower() for row in rows] == list(FRONTIER)
+    for row, (plan, known, speed) in zip(rows, FRONTIER.values(), strict=True):
+        assert (row.plan_status, row.value) == (known, speed)
+        assert dataclasses.replace(row.plan, fsdp=1, island=None) == plan
 
 
 @pytest.mark.slow
