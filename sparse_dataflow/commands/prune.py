@@ -54,8 +54,7 @@ def prune(
         language model, which becomes a smaller dense one).
       where: (path, linear) -> whether to prune it; None for all.  For a language model it gets the
         name of a projection, such as "mlp_in", and its shape.
-      rounds: in how many rounds weights go; None for 4, or for the fastest selection where these
-        would take more than a minute for a projection.
+      rounds: in how many rounds weights go; None for 8.
       pattern: of square blocks of a language model, "monarch" or "shuffle", whose products are the
         fastest: features change places first, so that its blocks have the largest weights times
         activations.  "" for the blocks that cost most to remove.

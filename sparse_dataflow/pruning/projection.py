@@ -21,10 +21,8 @@ DAMPINGS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Dampings that are tried, relative to the mean squared input."""
 FIRST = DAMPINGS.index(1e-2)
 """The first damping that is tried."""
-ROUNDS = 4
+ROUNDS = 8
 """Rounds of selection: more change little."""
-MOST_OPERATIONS = 2e12
-"""Operations of the rounds of a projection, up to which there are several by default."""
 SAMPLE = 64
 """Groups of outputs that the damping is chosen by."""
 LARGE = 1024
@@ -38,12 +36,11 @@ class Target:
     Attributes:
       groups: what is kept or removed together.
       stay: groups of each pool that stay.
-      rounds: in how many rounds the others go, see `second_order`; 0 for what `settled` says.
+      rounds: in how many rounds the others go, see `second_order`; 0 for `ROUNDS`.
       fan_out: groups that stay along each input; 0 for any numbers.
       allowed: bool [in groups, out groups] that may stay; None for all.
       support: bool [in groups, out groups] that stay, where that is decided; else None.
       hadamard: width of the Walsh-Hadamard transform of the inputs that the weights read; or 0.
-      in_order: whether single weights go in the order of inputs; see `second_order.by_columns`.
     """
 
     groups: Groups
@@ -53,7 +50,6 @@ class Target:
     allowed: np.ndarray | None = None
     support: np.ndarray | None = None
     hadamard: int = 0
-    in_order: bool = False
 
     @classmethod
     def balanced(
@@ -74,23 +70,6 @@ class Target:
         degree = round(density * ring)
         fan_in, fan_out = degree * rows // ring, degree * cols // ring
         return cls(groups, fan_in, rounds, fan_out, **others)
-
-    def settled(self, shape: tuple[int, int]) -> list["Target"]:
-        """Returns the candidate selections for a matrix [in, out]; the best is to be found.
-
-        Rounds take about 2 in³ operations for each group of outputs.  Where these are more than
-        MOST_OPERATIONS, there is one round, or for single weights the order of the inputs: both
-        have one inverse for all outputs, and neither is better for all projections.
-        """
-        if self.rounds or self.support is not None:
-            return [self]
-        operations = 2.0 * shape[0] ** 3 * (shape[1] // self.groups.cols)
-        if operations <= MOST_OPERATIONS:
-            return [dataclasses.replace(self, rounds=ROUNDS)]
-        candidates = [dataclasses.replace(self, rounds=1)]
-        if self.groups.rows == self.groups.cols == 1 and self.allowed is None:
-            candidates.append(dataclasses.replace(self, rounds=1, in_order=True))
-        return candidates
 
     def select_outputs(self, outputs: np.ndarray) -> "Target":
         """Returns the target of some groups of outputs, in one round and with any fan-out."""
@@ -157,10 +136,6 @@ def _pruned(fit, held_out, kernel, target):
 
     one_round = target.select_outputs(sample)
     damping = _least(lambda each: error(each, one_round))
-    candidates = target.settled(kernel.shape)
-    if len(candidates) > 1:
-        candidates.sort(key=lambda candidate: error(damping, candidate.select_outputs(sample)))
-    target = candidates[0]
     # With the damping chosen, the held-out inputs are inputs as well.
     problem = Problem.of(fit + held_out, kernel, damping)
     try:
@@ -179,9 +154,7 @@ def chosen_groups(problem: Problem, target: Target) -> np.ndarray:
     if target.support is not None:
         return target.support
     groups, stay = target.groups, target.stay
-    if target.in_order:
-        return second_order.by_columns(problem, groups, stay)[1]
-    costs = second_order.costs(problem, groups, stay, target.rounds, target.allowed)
+    costs = second_order.costs(problem, groups, stay, target.rounds or ROUNDS, target.allowed)
     if not target.fan_out:
         return second_order.select(costs, groups, stay)
     forbidden = None if target.allowed is None else ~target.allowed

@@ -4,7 +4,8 @@ The fit is that of arXiv 2301.00774 (SparseGPT) on its support, exactly: the wei
 up for those that go, for the inputs that the layer reads.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
 import numpy as np
 from scipy import linalg
@@ -13,24 +14,35 @@ from sparse_dataflow.pruning.columns import for_each
 from sparse_dataflow.pruning.moments import Moments
 
 
-class Problem(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
     """A least-squares problem with damping: minimises the squared error plus that of the weights.
 
     Attributes:
-      hessian: float64 [in, in].
-      products: float64 [in, out]; the solution without a mask is hessian⁻¹ products.
+      hessian: [in, in].
+      products: [in, out]; the solution without a mask is hessian⁻¹ products.
     """
 
     hessian: np.ndarray
     products: np.ndarray
 
-    @property
+    @functools.cached_property
     def inverse(self) -> np.ndarray:
         """The inverse of the Hessian, by its Cholesky factor."""
         factor, _ = linalg.cho_factor(self.hessian, lower=True, check_finite=False)
         inverse, _ = linalg.lapack.dpotri(factor, lower=True, overwrite_c=True)
-        lower = np.tril(inverse)
-        return lower + np.tril(lower, -1).T
+        return np.where(np.tri(len(inverse), dtype=bool), inverse, inverse.T)
+
+    @functools.cached_property
+    def single(self) -> tuple[np.ndarray, ...]:
+        """The Hessian, its inverse and the solution in float32."""
+        arrays = self.hessian, self.inverse, self.solution
+        return tuple(each.astype(np.float32) for each in arrays)
+
+    @functools.cached_property
+    def solution(self) -> np.ndarray:
+        """The least-squares weights without a mask."""
+        return self.inverse @ self.products
 
     @classmethod
     def of(cls, moments: Moments, kernel: np.ndarray, damping: float) -> "Problem":
@@ -49,17 +61,20 @@ class Problem(NamedTuple):
         return cls(hessian, moments.products + added * np.asarray(kernel, np.float64))
 
 
-STEPS = 60
+RUN = 128
+"""Outputs whose arrays are small enough for a cache."""
+STEPS = 30
 """Most steps of conjugate gradients."""
-TOLERANCE = 1e-6
+TOLERANCE = 1e-4
 """Share of the error that the steps so far removed, below which a step is the last one."""
+SLOWER = 6
+"""How many times longer an operation of a small factorisation takes than one of a large product."""
 
 
 def refit(problem: Problem, mask: np.ndarray, cols: int = 1) -> np.ndarray:
     """Returns float64 [in, out], the least-squares weights that are zero outside of a mask.
 
-    By one factorisation for each support, or by conjugate gradients of all outputs where these need
-    fewer operations.
+    By one factorisation for each support, or by conjugate gradients where these take less time.
 
     Args:
       problem: moments of the projection.
@@ -67,7 +82,7 @@ def refit(problem: Problem, mask: np.ndarray, cols: int = 1) -> np.ndarray:
       cols: consecutive outputs that share their inputs.
     """
     inputs, outputs = mask.shape
-    factorisations = np.power(mask[:, ::cols].sum(0), 3.0).sum() / 3
+    factorisations = SLOWER * np.power(mask[:, ::cols].sum(0), 3.0).sum() / 3
     if factorisations > STEPS * 2.0 * inputs**2 * outputs:
         return by_gradients(problem, mask)
     weights = np.zeros(problem.products.shape)
@@ -89,27 +104,64 @@ def refit(problem: Problem, mask: np.ndarray, cols: int = 1) -> np.ndarray:
     return weights
 
 
-def by_gradients(problem: Problem, mask: np.ndarray, steps: int = STEPS) -> np.ndarray:
-    """Returns the weights of `refit` by conjugate gradients, within `TOLERANCE` of its error.
+def runs(outputs: int, width: int = RUN) -> list[slice]:
+    """Returns runs of outputs, which are computed together."""
+    return [slice(start, min(start + width, outputs)) for start in range(0, outputs, width)]
 
-    A step multiplies the Hessian with one matrix, so all outputs share their products.
+
+def by_gradients(problem: Problem, mask: np.ndarray) -> np.ndarray:
+    """Returns the weights of `refit` by conjugate gradients, within about `TOLERANCE` of its error.
+
+    Args:
+      problem: moments of the projection.
+      mask: bool [in, out].
     """
-    diagonal = np.diag(problem.hessian)[:, None]
-    weights = np.zeros(mask.shape)
-    residual = np.where(mask, problem.products, 0)
-    direction = residual / diagonal
-    power = (residual * direction).sum(0)
-    removed = 0.0
+    weights = np.where(mask, problem.single[2], 0)
+
+    def approach(columns):
+        descend(problem, mask[:, columns], weights[:, columns], columns, STEPS, TOLERANCE)
+
+    for_each(approach, runs(mask.shape[1]), len(mask))
+    return weights.astype(np.float64)
+
+
+def descend(
+    problem: Problem,
+    mask: np.ndarray,
+    weights: np.ndarray,
+    columns: slice,
+    steps: int,
+    tolerance: float = 0.0,
+) -> None:
+    """Moves weights to the least-squares ones of a mask, by conjugate gradients in float32.
+
+    The inverse without the inputs that went is near to the inverse of what is left of the Hessian,
+    so few steps suffice.
+
+    Args:
+      problem: moments of the projection.
+      mask: bool [in, columns].
+      weights: float32 [in, columns], zero outside of the mask; changed in place.
+      columns: outputs of the weights.
+      steps: most steps.
+      tolerance: see `TOLERANCE`.
+    """
+    hessian, inverse, solution = problem.single
+    least, mask = np.finfo(weights.dtype).tiny, mask.astype(weights.dtype)
+    # Of small differences: the products themselves would cancel in float32.
+    residual = mask * (hessian @ (solution[:, columns] - weights))
+    direction, before, removed = np.zeros_like(weights), np.inf, 0.0
     for _ in range(steps):
-        product = np.where(mask, problem.hessian @ direction, 0)
-        length = power / np.maximum((direction * product).sum(0), np.finfo(float).tiny)
+        scaled = mask * (inverse @ residual)
+        power = np.einsum("io,io->o", residual, scaled)
+        direction *= power / np.maximum(before, least)
+        direction += scaled
+        product = mask * (hessian @ direction)
+        length = power / np.maximum(np.einsum("io,io->o", direction, product), least)
         weights += length * direction
         residual -= length * product
-        gain = float((length * power).sum())
+        gain = float(length @ power)
         removed += gain
-        if gain < TOLERANCE * removed:
+        if gain < tolerance * removed:
             break
-        before, scaled = power, residual / diagonal
-        power = (residual * scaled).sum(0)
-        direction = scaled + power / np.maximum(before, np.finfo(float).tiny) * direction
-    return weights
+        before = power

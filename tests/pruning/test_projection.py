@@ -42,48 +42,6 @@ def test_no_neighbour_of_the_damping_has_less_held_out_error(rank, noise, shape)
         assert error(result.damping) <= error(neighbour) * (1 + 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shape", "block", "candidates"),
-    [
-        ((512, 128), "1", [(4, False)]),
-        ((4096, 4096), "1", [(1, False), (1, True)]),
-        ((4096, 4096), "2:4", [(1, False), (1, True)]),
-        ((4096, 4096), "16", [(1, False)]),
-        ((4096, 4096), "1x64", [(1, False)]),
-        ((2048, 4096), "64", [(4, False)]),
-    ],
-)
-def test_large_projections_are_selected_by_what_takes_few_operations(shape, block, candidates):
-    groups = Groups.parse(block)
-    target = Target(groups, groups.count(shape, 0.5), rounds=0)
-    assert [
-        (candidate.rounds, candidate.in_order) for candidate in target.settled(shape)
-    ] == candidates
-    chosen = Target(groups, target.stay, rounds=16)
-    assert chosen.settled(shape) == [chosen]
-
-
-@pytest.mark.parametrize("seed", some([0, 1, 2], 0))
-@pytest.mark.parametrize("shape", ["1", "2:4"])
-def test_of_two_fast_selections_the_one_of_less_held_out_error_is_taken(shape, seed, monkeypatch):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((400, 32)) @ (np.eye(32) + 0.5 * rng.standard_normal((32, 32)))
-    kernel = rng.standard_normal((32, 16))
-    moments = [Moments.of(rows, rows @ kernel) for rows in (x[:300], x[300:])]
-    groups = Groups.parse(shape)
-    target = Target(groups, groups.count(kernel.shape, 0.5), rounds=0)
-    monkeypatch.setattr(projection, "MOST_OPERATIONS", 0)
-    result = projection.prune(*moments, kernel, target)
-    candidates, errors = target.settled(kernel.shape), []
-    for candidate in candidates:
-        problem = Problem.of(moments[0], kernel, result.damping)
-        mask = projection.chosen_groups(problem, candidate)
-        errors.append(moments[1].error(refit.refit(problem, mask)))
-    best = candidates[int(np.argmin(errors))]
-    problem = Problem.of(moments[0] + moments[1], kernel, result.damping)
-    assert np.array_equal(result.mask, projection.chosen_groups(problem, best))
-
-
 def test_low_rank_inputs_do_not_ruin_the_fit():
     """Inputs of rank 3, as after an embedding of few symbols: half of the weights suffice."""
     fit, held_out, kernel = drawn(3, 0.0)
