@@ -39,9 +39,7 @@ class Options:
         "What goes together: 1 (single weights), 2:4, 1x16 (1 input x 16 outputs), 16 (squares), "
         "or narrow (heads and hidden features).",
     )
-    rounds: int = setting(
-        0, "Rounds in which weights go; 0 is 4, or the fastest selection.", legal=AT_LEAST_ZERO
-    )
+    rounds: int = setting(0, "Rounds in which weights go; 0 is 8.", legal=AT_LEAST_ZERO)
     dtype: str = setting(DTYPES[0], "Of the numbers; bfloat16 rounds them.", choices=DTYPES)
 
 

@@ -149,15 +149,16 @@ def pruned_layers(
             yield number, after
         if number + 1 < model.num_layers:
             for tokens, layer in zip(both, (before, after)):
-                tokens.advance(layer)
+                if not tokens.advanced:
+                    tokens.advance(layer)
 
 
 class _Tokens:
     """The tokens of all batches in a layer of one model, on the host, from the residual stream
-    [B, T, D] of each batch before the layer."""
+    [B, T, D] of each batch before the layer; after it once they are `advanced`."""
 
     def __init__(self, config: ModelConfig, streams: list):
-        self.config, self.streams = config, streams
+        self.config, self.streams, self.advanced = config, streams, False
         self._attended: list = []
 
     def attended(self, layer: dict) -> list:
@@ -250,8 +251,12 @@ def _pruned_stage(config, number, before, after, both, names, prune):
     # All of these read what attention gave, which is computed once for them.
     if names[0] in ("attn_out", *MLP):
         arrays += [tokens.attended(layer) for tokens, layer in zip(both, (before, after))]
-    for batch in zip(*arrays):
-        totals.add(*_read(config, tuple(names), *device, *map(jnp.asarray, batch)))
+    for index, batch in enumerate(zip(*arrays)):
+        *rows, out_dense = _read(config, tuple(names), *device, *map(jnp.asarray, batch))
+        totals.add(*rows)
+        if out_dense is not None:  # Nothing else of this layer reads the dense stream.
+            both[0].streams[index] = np.asarray(out_dense)
+            both[0].advanced = True
     del device
     mean_x, mean_outputs = totals.means
     kinds = {before[name].bias is not None for name in names}
@@ -280,24 +285,39 @@ def _pruned_stage(config, number, before, after, both, names, prune):
 
 @functools.partial(jax.jit, static_argnames=("config", "names"))
 def _read(config, names, before, after, x_dense, x_pruned, *attended):
-    """Returns inputs [tokens, in] of some projections, and their wanted outputs [tokens, out]."""
+    """Returns inputs [tokens, in] of some projections, their wanted outputs [tokens, out], and the
+    dense stream [B, T, D] after the layer."""
     observe = lambda _, x, linear: (x, linear)  # noqa: E731
     dense, pruned = map(_attend, attended or (None, None))
-    out_dense, read_dense = observed_block(config, before, x_dense, observe, **dense)
-    out_pruned, read_pruned = observed_block(config, after, x_pruned, observe, **pruned)
     adds = not config.post_norms
+    # Without what mlp_out adds to the stream, whose wanted outputs are all that is missing then.
+    without = lambda name, x, linear: (  # noqa: E731
+        x,
+        _Nothing(x_dense.shape[-1]) if adds and name == "mlp_out" else linear,
+    )
+    out_dense, read_dense = observed_block(config, before, x_dense, observe, **dense)
+    missing, read_pruned = observed_block(config, after, x_pruned, without, **pruned)
 
     def wanted(name):
-        weight = before[name].weight
-        if adds and name == "mlp_out":  # The block's output, as `after` has its dense weights yet.
-            return read_pruned[name] @ weight + (out_dense - out_pruned) / config.residual_scale
-        outputs = read_dense[name] @ weight
+        if adds and name == "mlp_out":
+            return (out_dense - missing) / config.residual_scale
+        outputs = read_dense[name] @ before[name].weight
         if adds and name == "attn_out":
             outputs += (x_dense - x_pruned) / config.residual_scale
         return outputs
 
     x = read_pruned[names[0]].reshape(-1, read_pruned[names[0]].shape[-1])
-    return x, jnp.concatenate([wanted(name) for name in names], axis=-1).reshape(len(x), -1)
+    y = jnp.concatenate([wanted(name) for name in names], axis=-1).reshape(len(x), -1)
+    return x, y, out_dense if names[0] == "mlp_out" else None
+
+
+class _Nothing(NamedTuple):
+    """A projection that gives 0."""
+
+    outputs: int
+
+    def product(self, x, *_):
+        return jnp.zeros((*x.shape[:-1], self.outputs), x.dtype)
 
 
 def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
