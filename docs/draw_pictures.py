@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 
 import sparse_dataflow as sd
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import mesh, sharding
 from sparse_dataflow.core.executors.mesh_axes import parse_mesh
 from sparse_dataflow.core.model import gpt, stacks
@@ -90,9 +91,9 @@ def relay_spans() -> Sequence[Span]:
     relay = Relay(model, training, RelayConfig(stash="host", clipping="eager"), changing=False)
     state, shape = fresh_state(model, training), (training.batch, training.sequence + 1)
     state = state._replace(rest=stacks.with_groups(state.rest))
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
+    windows = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
     for _ in range(STEPS):
-        state, _ = relay.train_step(state, tokens, 1e-3)
+        state, _ = relay.train_step(state, Batch.from_windows(windows), 1e-3)
     return relay.timeline.spans
 
 

@@ -15,7 +15,7 @@ PACKAGE = "sparse_dataflow"
 
 ROOMS = [
     "files", "hardware",
-    "core.collectives", "core.messages", "core.step_metrics", "core.sums",
+    "core.batch", "core.collectives", "core.messages", "core.step_metrics", "core.sums",
     "core.config", "core.layouts", "core.ops", "core.weights", "core.model", "core.optim",
     "core.checkpoint", "core.executors", "core.training", "pruning",
     "pipeline", "relay", "layers", "cluster", "monitoring", "runs", "chips", "data", "planner",

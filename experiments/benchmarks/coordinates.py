@@ -43,7 +43,7 @@ def check_coordinates(request: Request, options) -> None:
     }
     # The batches have the same shape for all models.
     data = training_data(config, next(iter(models.values())), corpus, tokenizer)
-    batches = [data.train[step]["tokens"] for step in range(options.steps)]
+    batches = [data.train[step] for step in range(options.steps)]
     rows = []
     for (parametrization, width, density), model in models.items():
         changes = activation_changes(model.model, model.training, batches)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.core.model.batch_context import NO_CONTEXT
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pipeline import action_tables, pipeline
@@ -139,11 +139,10 @@ def sleeping_step(table: Table) -> tuple[Callable[[float], float], list[float]]:
     def local(rows, params, tokens):
         work = pipeline.Work(
             lambda params, tokens: jnp.ones((*tokens.shape, WIDTH)) * params,
-            lambda embed, head, x, context: (jnp.mean(x) * head, {}),
+            lambda embed, head, x, batch: (jnp.mean(x) * head, {}),
             (Kind(block, recompute=pipeline.RECOMPUTE in table.actions),),
             params,
-            tokens,
-            NO_CONTEXT,
+            Batch(tokens),
         )
         return jax.lax.psum(pipeline.run_stage(plan, rows[0], work), "stage")
 

@@ -11,6 +11,7 @@ import numpy as np
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import relay_plan
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -273,7 +274,8 @@ def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
     start = time.perf_counter()
     run = Relay(model, training, config, changing=False)
     compiled = time.perf_counter() - start
-    state, tokens = fresh_state(model, training), steps.random_tokens(model, training)
+    state = fresh_state(model, training)
+    batch = Batch.from_windows(steps.random_tokens(model, training))
     state = state._replace(rest=stacks.with_groups(state.rest))
     most = 0
     working = {
@@ -290,7 +292,7 @@ def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
             most = max(most, _live_bytes() - before + working[program])
 
         run.observe = observe
-        state, report = run.train_step(state, tokens, steps.LEARNING_RATE)
+        state, report = run.train_step(state, batch, steps.LEARNING_RATE)
         return report
 
     def measured():

@@ -11,6 +11,7 @@ import numpy as np
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.step import initial_state, make_eval_step
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -140,5 +141,5 @@ def _forward(trained, limits: Limits, calls):
     rows = limits.rows(limits.context)
     shape = rows, limits.context + 1
     tokens = rng.integers(trained.model.vocab_size, size=shape, dtype=np.int32)
-    weights = np.ones((rows, limits.context), np.float32)
-    return lambda: [program(model_weights, tokens, weights) for _ in range(calls)]
+    batch = Batch.from_windows(tokens, np.ones((rows, limits.context), np.float32))
+    return lambda: [program(model_weights, batch) for _ in range(calls)]

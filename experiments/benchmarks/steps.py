@@ -9,6 +9,7 @@ import numpy as np
 
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, TracedExecutor
@@ -137,14 +138,14 @@ def compiled_step(
     rest = executor.place_layouts(state.weights, model, changing=False).rest
     step = jitted_train_step(model, training, executor, state.without_layouts())
     state = state._replace(rest=())
-    tokens = executor.put({"tokens": tokens}, len(tokens))["tokens"]
+    batch = executor.put(Batch.from_windows(tokens), len(tokens))
     start = time.perf_counter()
-    compiled = step.lower(state, rest, tokens, np.float32(0)).compile()
+    compiled = step.lower(state, rest, batch, np.float32(0)).compile()
     seconds = time.perf_counter() - start
 
     def run():
         nonlocal state
-        state, report = compiled(state, rest, tokens, np.float32(LEARNING_RATE))
+        state, report = compiled(state, rest, batch, np.float32(LEARNING_RATE))
         return report
 
     parameters = cost.parameter_count(model)

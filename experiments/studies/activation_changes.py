@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -23,15 +24,14 @@ ACTIVATIONS = ("embed", "attention branch", "MLP branch", "logits")
 
 
 def activation_changes(
-    model: ModelConfig, training: TrainingConfig, batches: Sequence[np.ndarray]
+    model: ModelConfig, training: TrainingConfig, batches: Sequence[Batch]
 ) -> dict[str, np.ndarray]:
     """Returns the root mean square change of activations since the start, after each step.
 
     Args:
       model: config of the model.
       training: optimizer settings; the learning rate stays constant.
-      batches: int32 [batch, sequence + 1] tokens of each step; activations are computed on the
-        first batch.
+      batches: of each step; activations are computed on the first one.
 
     Returns:
       {name in ACTIVATIONS: float [steps]}; a branch is what half a block adds to the residual
@@ -41,11 +41,11 @@ def activation_changes(
     state = state._replace(rest=state.weights.with_fixed_layouts().rest)
     step = jax.jit(make_train_step(model, training))
     activations = jax.jit(functools.partial(_activations, model))
-    before = activations(state.weights, batches[0][:, :-1])
+    before = activations(state.weights, batches[0].tokens)
     changes = []
-    for tokens in batches:
-        state, _ = step(state, tokens, np.float32(training.learning_rate))
-        after = activations(state.weights, batches[0][:, :-1])
+    for batch in batches:
+        state, _ = step(state, batch, np.float32(training.learning_rate))
+        after = activations(state.weights, batches[0].tokens)
         changes.append({name: _rms(after[name] - before[name]) for name in ACTIVATIONS})
     return {name: np.array([float(c[name]) for c in changes]) for name in ACTIVATIONS}
 

@@ -206,7 +206,7 @@ class Measurement:
             where, "dense", teacher.model, teacher.params, base.tokenizer,
             dense.training.steps, dense.training, None, {},
         )  # fmt: skip
-        self._batches = [data.train[step]["tokens"][:, :-1] for step in range(BATCHES)]
+        self._batches = [data.train[step].tokens for step in range(BATCHES)]
         self._eval = jax.jit(make_eval_step(teacher.model))
         self._windows = data.validation
         self._whole = self.loss(teacher.params, data.validation)
@@ -224,7 +224,7 @@ class Measurement:
     def loss(self, params: Any, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
         weights = ModelWeights(jax.device_put(params))
-        total = sum(float(self._eval(weights, b["tokens"], b["token_weights"])) for b in windows)
+        total = sum(float(self._eval(weights, batch)) for batch in windows)
         return total / windows.total_tokens
 
     def all_pruned(self, space: Space, stop: Any) -> dict[tuple[str, int], dict] | None:

@@ -11,6 +11,7 @@ from sparse_dataflow.cluster import cluster, processes, watch
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.compile import array_table
 from sparse_dataflow.core import collectives
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.compatibility import ResolvedRun, refuse
@@ -109,8 +110,8 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
     for phase in variant.phase_specs:
         state = abstract_state(phase.model, training)
         state = state._replace(rest=stacks.with_layouts(phase.model, state.rest))
-        tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
-        batch = {"tokens": tokens}
+        ids = jax.ShapeDtypeStruct((training.batch, training.sequence), "int32")
+        batch = Batch(ids, ids)
         described.append(executor.arrays(state, phase.model, phase.runtime_layouts, batch))
     return described
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import merged
@@ -145,11 +146,8 @@ def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
         >>> loss.shape, bool(5 < loss < 8)
         ((), True)
     """
-    ids = _checked(tokens, 2)
-    targets = ids[:, 1:]
-    mean = jnp.full(targets.shape, 1 / targets.size, jnp.float32)
-    weights = weights_of(model.params)
-    return whole.loss(model.model, weights, whole.Batch(ids, mean))
+    batch = Batch.from_windows(_checked(tokens, 2)).weighted()
+    return whole.loss(model.model, weights_of(model.params), batch)
 
 
 def save(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from sparse_dataflow.compile import array_table as describe
 from sparse_dataflow.compile import hlo, topologies, traced
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import Executor, TracedExecutor
@@ -105,13 +106,12 @@ def abstract_arguments(
       changing: whether layouts may change without recompilation.
 
     Returns:
-      ((state without its rest, the rest, tokens, learning rate), `Executor.arrays`).
+      ((state without its rest, the rest, batch, learning rate), `Executor.arrays`).
     """
-    shape = (training.batch, training.sequence + 1)
-    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32)}
+    ids = jax.ShapeDtypeStruct((training.batch, training.sequence), jnp.int32)
     described = abstract_state(model, training)
     described = described._replace(rest=stacks.with_layouts(model, described.rest))
-    arrays = executor.arrays(described, model, changing, batch)
+    arrays = executor.arrays(described, model, changing, Batch(ids, ids))
     layouts = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),
         arrays["layout tables"],
@@ -119,7 +119,7 @@ def abstract_arguments(
     state = executor.placed_shapes(abstract_state(model, training, executor), model)
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=executor.replicated())
     rest = merged(state.rest, layouts)
-    arguments = state._replace(rest=()), rest, arrays["batch"]["tokens"], rate
+    arguments = state._replace(rest=()), rest, arrays["batch"], rate
     return arguments, arrays
 
 

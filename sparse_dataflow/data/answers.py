@@ -7,9 +7,11 @@ A row holds one example, or as many consecutive ones as fit where attention stay
 import dataclasses
 import math
 
+import jax
 import numpy as np
 
-from sparse_dataflow.data.batches import Batch, EvalBatches, TrainBatches, local_rows
+from sparse_dataflow.core.batch import Batch
+from sparse_dataflow.data.batches import EvalBatches, TrainBatches, local_rows
 from sparse_dataflow.data.examples import EncodedExamples
 from sparse_dataflow.files.errors import UserError
 
@@ -71,30 +73,35 @@ class AnswerRows:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> Batch:
-        """Returns {"tokens": int32 [sequence_length + 1], "token_weights": float32
-        [sequence_length], "examples": int32 [sequence_length], the number of each target's
-        example}."""
+        """Returns a row: tokens, targets and whether these count, [sequence_length]."""
         size = self.sequence_length + 1
-        first, last = self.spans[index]
-        starts = self.examples.starts[first : last + 1]
+        starts = self._starts(index)
         start, stop = starts[0], min(starts[-1], starts[0] + size)
         tokens = np.full(size, self.end_of_text, np.int32)
         tokens[: stop - start] = self.examples.tokens[start:stop]
         counts = np.zeros(size, np.float32)
         counts[: stop - start] = self.examples.answers[start:stop]
+        return Batch.from_windows(tokens, counts[1:])
+
+    def numbers(self, index: int) -> np.ndarray:
+        """Returns the number of each target's example, int64 [sequence_length]."""
+        starts = self._starts(index)
         # The target of position t is token t + 1, and belongs to the last example that begins there
         # or before.
-        numbers = first + np.searchsorted(starts[1:] - start, np.arange(1, size), "right")
-        return {"tokens": tokens, "token_weights": counts[1:], "examples": numbers.astype(np.int32)}
+        places = starts[0] + np.arange(1, self.sequence_length + 1)
+        return self.spans[index, 0] + np.searchsorted(starts[1:], places, "right")
+
+    def _starts(self, index):
+        first, last = self.spans[index]
+        return self.examples.starts[first : last + 1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnswerBatches(TrainBatches):
     """Endless shuffled batches of rows; see `TrainBatches`, whose windows these rows replace.
 
-    `batches[step]` also has "token_weights", float32 [len(rows), sequence_length]: equal for each
-    token of an answer in the whole batch, and 0 for all other targets.  Those of the batch add up
-    to 1.
+    Weights of `batches[step]` are equal for each token of an answer in the whole batch, and 0 for
+    all other targets.  Those of the batch add up to 1.
     """
 
     tokens: AnswerRows  # type: ignore[assignment]
@@ -112,21 +119,14 @@ class AnswerBatches(TrainBatches):
         first = step * self.batch_size
         [shuffled] = self._shuffled
         rows = [shuffled[first + row] for row in range(self.batch_size)]
-        total = sum(row["token_weights"].sum() for row in rows)
-        return {
-            "tokens": np.stack([rows[row]["tokens"] for row in local_rows(self)]),
-            "token_weights": np.stack(
-                [rows[row]["token_weights"] / total for row in local_rows(self)]
-            ),
-        }
+        total = sum(row.token_weights.sum() for row in rows)
+        batch = _stacked([rows[row] for row in local_rows(self)])
+        return dataclasses.replace(batch, token_weights=batch.token_weights / total)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AnswerEvalBatches(EvalBatches):
-    """Rows in order, up to `max_windows`, of which the tokens of answers count; see `EvalBatches`.
-
-    Batches also have "examples", see `AnswerRows`.
-    """
+    """Rows in order, up to `max_windows`; the tokens of answers count.  See `EvalBatches`."""
 
     tokens: AnswerRows  # type: ignore[assignment]
 
@@ -141,16 +141,26 @@ class AnswerEvalBatches(EvalBatches):
     @property
     def total_tokens(self) -> int:
         """Number of targets with weight 1 over all batches and processes."""
-        return sum(int(row["token_weights"].sum()) for row in self._rows)
+        return sum(int(row.token_weights.sum()) for row in self._rows)
 
     def total_bytes(self, token_bytes: np.ndarray) -> int:
         """Returns the UTF-8 bytes of the `total_tokens` targets."""
-        rows = ((row["tokens"][1:], row["token_weights"] > 0) for row in self._rows)
-        return sum(int(token_bytes[tokens[counted]].sum()) for tokens, counted in rows)
+        return sum(int(token_bytes[r.targets[r.token_weights > 0]].sum()) for r in self._rows)
+
+    @property
+    def examples(self) -> np.ndarray:
+        """The number of the example of each of the `total_tokens` targets, in order."""
+        numbers = (self.tokens.numbers(place) for place in self._places)
+        pairs = zip(numbers, self._rows, strict=True)
+        return np.concatenate([each[row.token_weights > 0] for each, row in pairs])
+
+    @property
+    def _places(self):
+        return map(self.place, range(self.windows))
 
     @property
     def _rows(self):
-        return (self.tokens[self.place(number)] for number in range(self.windows))
+        return map(self.tokens.__getitem__, self._places)
 
     def __len__(self) -> int:
         return math.ceil(self.windows / self.batch_size)
@@ -160,9 +170,13 @@ class AnswerEvalBatches(EvalBatches):
             raise IndexError(index)
         numbers = [index * self.batch_size + row for row in local_rows(self)]
         rows = [self.tokens[self.place(min(number, self.windows - 1))] for number in numbers]
-        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        batch["token_weights"][np.array(numbers) >= self.windows] = 0
+        batch = _stacked(rows)
+        batch.token_weights[np.array(numbers) >= self.windows] = 0
         return batch
+
+
+def _stacked(rows):
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
 
 
 def _refuse_empty(batches, words):

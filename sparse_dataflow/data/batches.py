@@ -12,13 +12,15 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
 
-Batch = dict[str, np.ndarray]
+if TYPE_CHECKING:
+    from sparse_dataflow.core.batch import Batch
+
 _PREFETCHED_BATCHES = 8
 
 
@@ -104,7 +106,7 @@ def _next_times(weights, phase, counts):
 class TrainBatches:
     """Endless shuffled training batches.
 
-    `batches[step]` is {"tokens": int32 [len(rows), sequence_length + 1]}.
+    `batches[step]` has tokens and targets, int32 [len(rows), sequence_length].
 
     Attributes:
       tokens: tokens of the split, any integer dtype [count], or those of a mixture.
@@ -160,11 +162,11 @@ class TrainBatches:
         assert isinstance(self.tokens, TokenMixture)
         return grain.MapDataset.mix(self._shuffled, self.tokens.weights)
 
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, step: int) -> "Batch":
         if step < 0:
             raise IndexError(step)
         first, rows = step * self.batch_size, local_rows(self)
-        return {"tokens": np.stack([self.window(first + row) for row in rows])}
+        return _from_windows(np.stack([self.window(first + row) for row in rows]))
 
     def window(self, number: int) -> np.ndarray:
         """Returns a shuffled window, int32 [sequence_length + 1]; step s begins with s * rows."""
@@ -177,7 +179,7 @@ class TrainBatches:
         return self._shuffled[source][window]
 
     @property
-    def example(self) -> Batch:
+    def example(self) -> "Batch":
         """A batch for programs that need its shape and time alone."""
         return self[0]
 
@@ -193,7 +195,7 @@ class TrainBatches:
     def resume(self, positions: object) -> None:
         """Takes the `positions` of a checkpoint."""
 
-    def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:
+    def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator["Batch"]:
         """Yields batches `start_step`, `start_step + 1`, ... endlessly, prefetched by threads.
 
         Args:
@@ -214,9 +216,9 @@ class EvalBatches:
     They are the first ones, or with `spread` at equal distances over the whole split, so that few
     windows are of many documents.
 
-    `batches[i]` is {"tokens": int32 [len(rows), sequence_length + 1], "token_weights": float32
-    [len(rows), sequence_length]}. Weights are 1 for targets and 0 for the padding of the last
-    window and the last batch. See `TrainBatches` for `rows`.
+    `batches[i]` has tokens, targets and their weights, [len(rows), sequence_length]. Weights are 1
+    for targets and 0 for the padding of the last window and the last batch. See `TrainBatches` for
+    `rows`.
 
     Raises:
       UserError: fewer than two tokens, or an illegal size.
@@ -271,7 +273,7 @@ class EvalBatches:
     def __len__(self) -> int:
         return math.ceil(self.windows / self.batch_size)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> "Batch":
         if not 0 <= index < len(self):
             raise IndexError(index)
         rows, length = local_rows(self), self.sequence_length
@@ -284,15 +286,21 @@ class EvalBatches:
                 window = self.tokens[start : start + length + 1]
                 tokens[local_row, : len(window)] = window
                 weights[local_row, : len(window) - 1] = 1
-        return {"tokens": tokens, "token_weights": weights}
+        return _from_windows(tokens, weights)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator["Batch"]:
         return (self[index] for index in range(len(self)))
 
 
 def local_rows(batches: TrainBatches | EvalBatches) -> Sequence[int]:
     """Returns the indices of the rows of a batch that this process loads."""
     return range(batches.batch_size) if batches.rows is None else batches.rows
+
+
+def _from_windows(*arrays):
+    from sparse_dataflow.core.batch import Batch  # Loads jax, which sizes do not need.
+
+    return Batch.from_windows(*arrays)
 
 
 def _check_sizes(batch_size: int, sequence_length: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import (
     join_groups,
     layer_groups,
@@ -26,7 +27,6 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, partition, stacks
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import THRESHOLD, with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
@@ -125,8 +125,8 @@ def input_levels(
             "The inputs of experts have no thresholds; legal for a model with experts: "
             "activation_sparsity=0."
         )
-    context = BatchContext(None if positions is None else jnp.asarray(positions))
-    x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), context)
+    batch = Batch(positions=None if positions is None else jnp.asarray(positions))
+    x = gpt.embed(config, jax.tree.map(jnp.asarray, embed), jnp.asarray(tokens), batch)
     by_name = share if isinstance(share, Mapping) else dict.fromkeys(config.projections, share)
     config.selected(tuple(by_name), "activation_sparsity")  # Refuses what the model has not.
     ranks = {
@@ -136,13 +136,13 @@ def input_levels(
     levels = []
     for i, layer in enumerate(layers):
         weights = jax.tree.map(jnp.asarray, layer)
-        x, layer_levels = _apply(layer_model(config, i), attend, ranks, weights, x, context)
+        x, layer_levels = _apply(layer_model(config, i), attend, ranks, weights, x, batch)
         levels.append(jax.device_get(layer_levels))
     return levels
 
 
 @functools.partial(jax.jit, static_argnames=("model", "attend"))
-def _apply(model, attend, ranks, weights, x, context):
+def _apply(model, attend, ranks, weights, x, batch):
     """Applies a block with its thresholds; returns (output, projection -> level)."""
 
     def threshold(name, x, linear):
@@ -150,7 +150,7 @@ def _apply(model, attend, ranks, weights, x, context):
         level = smallest_magnitude(hadamard(x, width) if width else x, ranks[name])
         return level, with_threshold(linear, level)
 
-    return observed_block(model, weights, x, threshold, context=context, attend=attend)
+    return observed_block(model, weights, x, threshold, batch=batch, attend=attend)
 
 
 def smallest_magnitude(x: jax.Array, rank: ArrayLike) -> jax.Array:

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import ModelWeights
@@ -251,7 +251,7 @@ def _append(config, weights, caches, x_BxTxD, positions_BxT, has_room):
 def _embed_at(config, embed, tokens_BxT, positions_B):
     """Returns the embeddings of tokens, and the position of each, int32 [B, T]."""
     positions_BxT = positions_B[:, None] + jnp.arange(tokens_BxT.shape[1])
-    return gpt.embed(config, embed, tokens_BxT, BatchContext(positions_BxT)), positions_BxT
+    return gpt.embed(config, embed, tokens_BxT, Batch(positions=positions_BxT)), positions_BxT
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -279,7 +279,7 @@ def _append_text(config, has_room, layer, cache, x_BxTxD, positions_BxT):
     """Returns the outputs of a layer for new tokens, and its cache."""
     caches: list[LayerCache] = []
     attend = functools.partial(append_to_cache, caches, cache, positions_BxT, has_room)
-    x_BxTxD, _ = gpt.block(config, layer, x_BxTxD, BatchContext(positions_BxT), attend=attend)
+    x_BxTxD, _ = gpt.block(config, layer, x_BxTxD, Batch(positions=positions_BxT), attend=attend)
     return x_BxTxD, caches[0]
 
 

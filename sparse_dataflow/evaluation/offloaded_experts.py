@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import join_groups, layer_model, split_groups
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.experts import collect, dispatch, spread
 from sparse_dataflow.core.model.projection import without_layout
 from sparse_dataflow.core.model.shard import UNSHARDED
@@ -332,8 +332,8 @@ def _predict(config, weights, x_BxTxD):
 @functools.partial(jax.jit, static_argnames="config")
 def _embed(config, embed, first_weights, tokens_BxT, positions_B):
     """Returns the embedded tokens and the predicted experts of the first layer."""
-    context = BatchContext(None if positions_B is None else positions_B[:, None])
-    x_BxTxD = gpt.embed(config, embed, tokens_BxT, context)
+    batch = Batch(positions=None if positions_B is None else positions_B[:, None])
+    x_BxTxD = gpt.embed(config, embed, tokens_BxT, batch)
     return x_BxTxD, _predict(config, first_weights, x_BxTxD)
 
 
@@ -355,7 +355,9 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.append_to_cache, caches, cache, positions_BxT, True)
     block = gpt.bind_block(config, weights)
-    x_BxTxD, normed_BxTxD = block.attention(x_BxTxD, BatchContext(positions_BxT), UNSHARDED, attend)
+    x_BxTxD, normed_BxTxD = block.attention(
+        x_BxTxD, Batch(positions=positions_BxT), UNSHARDED, attend
+    )
     gates, experts, _ = block.experts.route(normed_BxTxD.reshape(-1, normed_BxTxD.shape[-1]))
     predicted = _predict(config, following_weights, x_BxTxD)
     return x_BxTxD, (normed_BxTxD, gates, experts, predicted), caches[0]

@@ -17,8 +17,8 @@ from sparse_dataflow.evaluation.trained import Model
 def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     """Returns a forward pass sharded over the mesh of `executor`.
 
-    Positions have one row for each of the `mesh.batch_shards` batch shards. Sequences and positions
-    are padded to multiples of the tensor axis.
+    Places have one row for each of the `mesh.batch_shards` batch shards. Sequences and places are
+    padded to multiples of the tensor axis.
 
     Raises:
       UserError: the mesh does not divide the model.
@@ -33,15 +33,13 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     weights = executor.place_layouts(weights, trained.model, changing=False)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))
 
-    def forward(tokens, positions):
-        length, count = tokens.shape[1] - 1, positions.shape[1]
+    def forward(batch, places):
+        (rows, length), count = batch.tokens.shape, places.shape[1]
         padding = -length % tensor
-        positions = positions + positions // length * padding
-        tokens = np.pad(tokens, ((0, 0), (0, padding)))
-        positions = np.pad(positions, ((0, 0), (0, -count % tensor)))
-        batch = executor.put({"tokens": tokens}, len(tokens))
-        batch |= executor.put({"positions": positions}, shards)
-        outputs = program(weights, batch["tokens"], batch["positions"])
+        places = places + places // length * padding
+        batch = batch.map_rows(lambda array: np.pad(array, ((0, 0), (0, padding))))
+        places = np.pad(places, ((0, 0), (0, -count % tensor)))
+        outputs = program(weights, executor.put(batch, rows), executor.put(places, shards))
         return [output[:, :count] for output in outputs]
 
     return forward

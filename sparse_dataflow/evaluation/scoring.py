@@ -8,11 +8,13 @@ length have about the same number of them, and therefore one shape.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import split_layouts, weights_of
 from sparse_dataflow.evaluation.trained import Model
@@ -22,11 +24,10 @@ Request = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
 """Log-likelihood of the continuation in nats, and whether greedy decoding generates it."""
 
-Forward = Callable[[np.ndarray, np.ndarray], tuple[jax.Array, jax.Array]]
-"""(int32 [B, T + 1] tokens, int32 [shards, S] positions) -> float32 [shards, S] losses, bool
-[shards, S] whether the target is the most likely token. Shard i has rows i * B / shards to
-(i + 1) * B / shards. Its positions index the flattened targets of its rows, the last T tokens of
-each row."""
+Forward = Callable[[Batch, np.ndarray], tuple[jax.Array, jax.Array]]
+"""(tokens and targets, int32 [shards, S] places) -> float32 [shards, S] losses, bool [shards, S]
+whether the target is the most likely token. Shard i has rows i * B / shards to (i + 1) * B /
+shards. Its places index the flattened targets of its rows."""
 
 BUCKETS = 6
 """Maximum number of sequence lengths in a pass."""
@@ -94,12 +95,12 @@ def single_device_forward(trained: Model) -> Forward:
     params, layouts = split_layouts(trained.params)
 
     @jax.jit
-    def program(params, tokens, positions):
+    def program(params, batch, places):
         weights = weights_of(params, layouts)
-        outputs = whole.token_scores(trained.model, weights, tokens, positions.reshape(-1))
+        outputs = whole.token_scores(trained.model, weights, batch, places.reshape(-1))
         return tuple(output[None] for output in outputs)
 
-    return lambda tokens, positions: program(params, tokens, positions)
+    return functools.partial(program, params)
 
 
 def batch_limits(trained: Model, shards: int = 1) -> Limits:
@@ -130,9 +131,9 @@ def score(
     scores: list[Score] = [(0.0, True)] * len(rows)
     padded, in_flight = 0, []
     for shards, length in batches:
-        tokens, positions = _arrays(shards, rows, length, limits, max_positions[length])
-        padded += tokens[:, 1:].size
-        in_flight.append((shards, forward(tokens, positions)))
+        batch, positions = _arrays(shards, rows, length, limits, max_positions[length])
+        padded += batch.targets.size
+        in_flight.append((shards, forward(batch, positions)))
         if len(in_flight) > 2:  # Keeps the device busy while bounding the outputs in its memory.
             _collect(in_flight.pop(0), rows, scores)
     for results in in_flight:
@@ -210,7 +211,7 @@ def _batches(rows, lengths, buckets, limits) -> list[tuple[list[list[int]], int]
 
 
 def _arrays(shards, rows, length, limits, max_positions):
-    """Returns (int32 [rows, length + 1] tokens, int32 [shards, S] positions) of a batch."""
+    """Returns (tokens and targets, int32 [shards, S] positions) of a batch."""
     shard_rows = limits.rows(length) // limits.shards
     tokens = np.zeros((limits.shards, shard_rows, length + 1), np.int32)
     size = min(_round_up(max_positions, _POSITIONS_MULTIPLE), shard_rows * length)
@@ -223,7 +224,7 @@ def _arrays(shards, rows, length, limits, max_positions):
             end = row * length + len(request) - 1
             positions[shard, start : start + scored] = np.arange(end - scored, end)
             start += scored
-    return tokens.reshape(-1, length + 1), positions
+    return Batch.from_windows(tokens.reshape(-1, length + 1)), positions
 
 
 def _round_up(count, multiple):

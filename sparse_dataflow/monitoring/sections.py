@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.mlp import activate
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
@@ -100,8 +100,7 @@ def section_seconds(
         )
 
     targets = jnp.asarray(rng.integers(model.vocab_size, size=(B, T)), jnp.int32)
-    weights = jnp.full((B, T), 1 / (B * T), jnp.float32)
-    context = BatchContext(targets=targets, token_weights=weights)
+    batch = Batch(targets=targets).weighted()
     embed_params, head_params = state.params["embed"], state.params["head"]
     layers = model.num_layers
     normed = dict(zip(model.qk_norms, (q, k))) if model.qk_norm else {}
@@ -119,7 +118,7 @@ def section_seconds(
         **mlp,
         "norms and GELU": layers * _seconds(elementwise, inputs),
         "head and loss": _seconds(
-            head, (head_params, embed_params["tokens"], draw(B, T, D)), context
+            head, (head_params, embed_params["tokens"], draw(B, T, D)), batch
         ),
     }
     sections = {name: training.micro_batches * seconds for name, seconds in micro_batch.items()}

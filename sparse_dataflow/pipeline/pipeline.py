@@ -21,8 +21,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from sparse_dataflow.core import step_metrics
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.pipeline.action_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Table
 from sparse_dataflow.pipeline.layer_actions import LayerActions, layer_actions
 from sparse_dataflow.pipeline.stages import Division, Kind
@@ -98,7 +98,7 @@ class Work(NamedTuple):
 
     Attributes:
       embed: (params of `embed`, int32 [B, T] tokens) -> x.
-      head_loss: (params of `embed`, params of `head`, x, context of a micro-batch) -> (loss,
+      head_loss: (params of `embed`, params of `head`, x, micro-batch) -> (loss,
         metrics).
       kinds: what the blocks are.
       places: `stages.block_places`; None for blocks of one kind.
@@ -107,16 +107,14 @@ class Work(NamedTuple):
         density, "blocks" is a tuple of such trees, one for each group; as is `rest`.
       rest: what is not trained of the blocks, such as layouts.
       shared: whether all blocks share params of one block, [1, ...], and its rest.
-      inputs: int32 [micro_batches, B, T].
-      context: of all micro-batches; its rows are [micro_batches, B, ...].
+      batch: of `whole.micro_batches`; its rows are [micro_batches, B, ...].
     """
 
     embed: Callable
     head_loss: Callable
     kinds: tuple[Kind, ...]
     params: dict
-    inputs: jax.Array
-    context: BatchContext
+    batch: Batch
     rest: Any = ()
     places: Any = None
     shared: bool = False
@@ -218,22 +216,22 @@ class _Stage:
         self.groups = list(zip(groups, split_groups(work.rest or none), strict=True))
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
         self.kinds, self.contents, self.block_metrics = _actions(
-            work.kinds, self.groups, self.x, self.block_context
+            work.kinds, self.groups, self.x, self.block_batch
         )
 
-    def block_context(self, micro_batch):
+    def block_batch(self, number):
         """Returns what the blocks read of a micro-batch."""
-        return self.context(micro_batch).for_blocks()
+        return self.batch(number).for_blocks()
 
-    def context(self, micro_batch):
-        """Returns what the sections read of a micro-batch."""
-        return self.work.context.map_rows(lambda rows: rows[micro_batch])
+    def batch(self, number):
+        """Returns a micro-batch."""
+        return self.work.batch.map_rows(lambda rows: rows[number])
 
     def embed(self, params, micro_batch):
-        return self.work.embed(params, self.work.inputs[micro_batch])
+        return self.work.embed(params, self.work.batch.tokens[micro_batch])
 
     def head_loss(self, embed, head, x, micro_batch):
-        return self.work.head_loss(embed, head, x, self.context(micro_batch))
+        return self.work.head_loss(embed, head, x, self.batch(micro_batch))
 
     def start(self):
         """Returns empty buffers and zero gradients."""
@@ -432,10 +430,10 @@ class _Stage:
         return row.chunk * self.plan.division.capacity + number
 
     def layer(self, kind, row, number):
-        """Returns (params, (what is not trained, context)) of a block."""
+        """Returns (params, (what is not trained, micro-batch)) of a block."""
         index = 0 if self.work.shared else self.block_index(row, number)
         params, rest = _read(self.groups[kind.group], index)
-        return params, (rest, self.block_context(row.micro_batch))
+        return params, (rest, self.block_batch(row.micro_batch))
 
 
 class _Places(NamedTuple):
@@ -462,7 +460,7 @@ class _KindActions(NamedTuple):
     pending: _Places
 
 
-def _actions(kinds, groups, x, context):
+def _actions(kinds, groups, x, block_batch):
     """Returns (`_KindActions` of each kind, {buffer: contents}, shapes of a block's metrics).
 
     Kinds share equal contents, and have the same metrics.
@@ -472,11 +470,11 @@ def _actions(kinds, groups, x, context):
     for kind in kinds:
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), groups[kind.group])
         params, rest = one
-        block = params, (rest, jax.eval_shape(lambda: context(0)))
+        block = params, (rest, jax.eval_shape(lambda: block_batch(0)))
 
         def layer(params, others, x, kind=kind):
-            rest, context = others
-            return kind.layer(params, rest, x, context)
+            rest, micro_batch = others
+            return kind.layer(params, rest, x, micro_batch)
 
         actions = layer_actions(layer, *block, x, kind.recompute)
         _, metrics, saved = jax.eval_shape(actions.forward, *block, x)

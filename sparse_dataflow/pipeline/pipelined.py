@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core import step_metrics
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import (
     group_index,
@@ -30,7 +31,6 @@ from sparse_dataflow.core.executors.sharded import (
     norm_specs,
 )
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights, probe
 from sparse_dataflow.core.model.stacks import layouts_by_name, map_placed_layouts, split_layouts
@@ -86,9 +86,9 @@ class Pipelined(Sharded):
         rank, specs, _ = self._rank(model, weights)
         plan = pipeline.make_plan(self.division, table)
 
-        def block(layer_config, params, rest, x, context):
+        def block(layer_config, params, rest, x, batch):
             layer = layer_weights(layer_config, merged(params, rest))
-            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend)[0], {}
+            return gpt.block(layer_config, layer, x, batch, rank.shard, rank.attend)[0], {}
 
         def local(table, weights, batch):
             split_batch = whole.micro_batches(model, batch, micro_batches, rank)
@@ -105,17 +105,17 @@ class Pipelined(Sharded):
         rank, specs, gradient_specs = self._rank(model, weights)
         gathered = sharding.gathered_specs(specs.params, self.exchange)
 
-        def block(layer_config, params, rest, x, context):
+        def block(layer_config, params, rest, x, batch):
             layer = layer_weights(layer_config, merged(params, rest))
-            x, metrics = gpt.block(layer_config, layer, x, context, rank.shard, rank.attend)
-            x = gpt.with_auxiliary_losses(layer_config, x, metrics, context, rank.shard)
+            x, metrics = gpt.block(layer_config, layer, x, batch, rank.shard, rank.attend)
+            x = gpt.with_auxiliary_losses(layer_config, x, metrics, batch, rank.shard)
             return x, metrics
 
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
         def local(table, weights, batch):
             padded = batch.token_weights is not None
-            batch = whole.with_token_weights(batch, rank.batch_shards)
+            batch = batch.weighted(rank.batch_shards)
             split_batch = whole.micro_batches(model, batch, micro_batches, rank, padded)
             work = self._work(model, rank, weights, specs, block, split_batch)
             block_metrics, head_metrics, gradients = pipeline.run_stage(plan, table[0], work)
@@ -141,23 +141,22 @@ class Pipelined(Sharded):
         )
         return {**head_metrics, **from_stages(self.division, block_metrics)}, gradients
 
-    def block_gradient_norms(self, model, weights, tokens):
+    def block_gradient_norms(self, model, weights, batch):
         plan = self._plan(model, 1, "gpipe")
         rank, specs, _ = self._rank(model, weights)
         # A norm of the whole rows is not the sum of norms of their parts.
         rank = dataclasses.replace(rank, sub_batches=1)
-        axes = self._measured_axes(tokens)
+        axes = self._measured_axes(batch)
         summed = axes if rank.context is None else (*axes, rank.context.axis)
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
-        def probed(layer_config, norms, rest, x, context):
+        def probed(layer_config, norms, rest, x, batch):
             probes = {name: probe(name, each, summed, rank.shard) for name, each in norms.items()}
             layer = layer_weights(layer_config, merged(probes, rest))
-            return gpt.block(layer_config, layer, x, context, rank.shard, rank.attend)[0], {}
+            return gpt.block(layer_config, layer, x, batch, rank.shard, rank.attend)[0], {}
 
-        def local(table, weights, tokens):
-            batch = whole.with_token_weights(whole.Batch(tokens), shards)
-            split_batch = whole.micro_batches(model, batch, 1, rank)
+        def local(table, weights, batch):
+            split_batch = whole.micro_batches(model, batch.weighted(shards), 1, rank)
             work = self._work(model, rank, weights, specs, probed, split_batch)
             norms = [
                 {name: jnp.zeros(layout.grid) for name, layout in group.items()}
@@ -172,7 +171,7 @@ class Pipelined(Sharded):
         in_specs = STAGED, specs, P(axes or None)
         groups = split_groups(layouts_by_name(weights.rest))
         norms = self._mapped(local, in_specs, tuple(map(norm_specs, groups)))(
-            pipeline.rows(plan), weights, tokens
+            pipeline.rows(plan), weights, batch
         )
         by_group = map(from_stages, self._divisions(model), norms)
         joined = jax.tree.map(lambda *each: jnp.concatenate(each), *by_group)
@@ -218,7 +217,7 @@ class Pipelined(Sharded):
         """Returns the work of a stage.
 
         Args:
-          block: (layer model, params, what is not trained, x, context) -> x.
+          block: (layer model, params, what is not trained, x, micro-batch) -> x.
           batch: `whole.micro_batches`.
         """
         weights = local_weights(weights)
@@ -227,32 +226,31 @@ class Pipelined(Sharded):
             for tree, tree_specs in ((weights.params, specs.params), (weights.rest, specs.rest))
         )
 
-        def head_loss(embed, head, x, context):
+        def head_loss(embed, head, x, micro_batch):
             embed, head = merged(embed, rest["embed"]), merged(head, rest["head"])
-            return gpt.head_loss(model, head, embed["tokens"], x, context, rank.shard)
+            return gpt.head_loss(model, head, embed["tokens"], x, micro_batch, rank.shard)
 
         def embed(params, tokens):
             params = merged(params, rest["embed"])
             return gpt.embed(model, params, tokens, positions, rank.shard)
 
-        def layer(layer_config, params, rest, x, context):
+        def layer(layer_config, params, rest, x, micro_batch):
             run = functools.partial(block, layer_config, params, rest)
-            xs, metrics = whole.run_sub_batches(run, *whole.sub_batches(rank, x, context))
+            xs, metrics = whole.run_sub_batches(run, *whole.sub_batches(rank, x, micro_batch))
             return jnp.concatenate(xs), metrics
 
         def kind(remat_kind, layer_config, group):
             run = whole.rematerialised(remat_kind, functools.partial(layer, layer_config))
             return Kind(run, group, remat_kind == "full")
 
-        (kinds, places), (inputs, context) = self._kinds(model), batch
-        positions = BatchContext(context.positions)
+        kinds, places = self._kinds(model)
+        positions = Batch(positions=batch.positions)
         return pipeline.Work(
             embed,
             head_loss,
             tuple(kind(*each) for each in kinds),
             params,
-            inputs,
-            context,
+            batch,
             rest.get("blocks", ()),
             places,
             model.shared_layers,

@@ -90,7 +90,7 @@ class Kind(NamedTuple):
     """Blocks that run the same program.
 
     Attributes:
-      layer: (params, what is not trained, x, context of a micro-batch) -> (x, metrics), of one
+      layer: (params, what is not trained, x, micro-batch) -> (x, metrics), of one
         block.
       group: index of the stacked arrays that have these blocks.
       recompute: whether the recomputation is an action of its own.

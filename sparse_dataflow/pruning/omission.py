@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.collectives import to_host
 from sparse_dataflow.core.config.layer_groups import (
     join_groups,
@@ -58,8 +59,7 @@ def _change_features(
     if rule == "uniform":
         importance = np.ones((model.num_layers, model.d_ff))
     else:
-        tokens = (batch["tokens"] for batch in batches)
-        importance = magnitudes(model, state.weights, tokens, division)
+        importance = magnitudes(model, state.weights, batches, division)
     # A resumed run draws the same features: draws follow from the state's key and step.
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
@@ -87,7 +87,7 @@ def least(
 
 
 def magnitudes(
-    model: ModelConfig, weights: ModelWeights, batches: Iterable[Any], division: Portions
+    model: ModelConfig, weights: ModelWeights, batches: Iterable[Batch], division: Portions
 ) -> np.ndarray:
     """Returns the mean absolute activation of each hidden feature, float64 [layers, d_ff].
 
@@ -95,20 +95,18 @@ def magnitudes(
 
     Args:
       weights: canonical.
-      batches: int32 [batch, sequence + 1] tokens, as put by the executor.
+      batches: as put by the executor.
       division: the sequences that are measured.
     """
-    rows, calls, per_batch = division
     total = np.zeros((model.num_layers, model.d_ff))
     embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
-    for batch, tokens in zip(range(0, calls, per_batch), batches):
-        for portion in range(min(per_batch, calls - batch)):
-            x = gpt.embed(model, embed, tokens[portion * rows : (portion + 1) * rows, :-1])
-            for number, layer in enumerate(stacks.weights(model, weights)):
-                layer = jax.tree.map(jnp.asarray, layer)
-                x, mean = _apply(layer_model(model, number), layer, x)
-                total[number] += to_host(mean)
-    return total / calls
+    for portion in division.divide(batches):
+        x = gpt.embed(model, embed, portion.tokens)
+        for number, layer in enumerate(stacks.weights(model, weights)):
+            layer = jax.tree.map(jnp.asarray, layer)
+            x, mean = _apply(layer_model(model, number), layer, x)
+            total[number] += to_host(mean)
+    return total / division.calls
 
 
 @functools.partial(jax.jit, static_argnames="model")

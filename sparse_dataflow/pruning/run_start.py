@@ -43,7 +43,7 @@ def calibration(batches: Batches, count: int, micro_batches: int) -> list[np.nda
     return [
         rows
         for batch in itertools.islice(batches, count)
-        for rows in np.array_split(_local_rows(batch["tokens"])[:, :-1], micro_batches)
+        for rows in np.array_split(_local_rows(batch.tokens), micro_batches)
         if len(rows)
     ]
 

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import layer_model_index, layer_models
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.block_gradients import (
     norms_of_masks,
     opened_masks,
 )
-from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_token_weights
+from sparse_dataflow.core.executors.whole import micro_batches
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import probe
@@ -26,7 +27,7 @@ from sparse_dataflow.relay import relay_programs as programs
 class ProbePrograms(NamedTuple):
     """Compiled programs, as `programs.Programs`.
 
-    `backward` is (weights, x, dy, context) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
+    `backward` is (weights, x, dy, batch) -> (dx, {projection: float32 [in_blocks, out_blocks]}).
     """
 
     embed: Callable
@@ -36,37 +37,36 @@ class ProbePrograms(NamedTuple):
 
 
 def block_gradient_norms(
-    model: ModelConfig, fetch: Callable, tokens: np.ndarray
+    model: ModelConfig, fetch: Callable, batch: Batch
 ) -> dict[str, np.ndarray]:
-    """Returns the block norms of the dense gradient of the mean loss over the tokens.
+    """Returns the block norms of the dense gradient of the loss of a batch.
 
     Args:
       fetch: section -> its `ParameterServer.section` on the device.
-      tokens: int32 [rows, sequence + 1].
+      batch: on the host.
 
     Returns:
       {block-sparse or masked projection: float32 [layers, in_blocks, out_blocks]}.
     """
-    rows, length = tokens.shape[0], tokens.shape[1] - 1
     programs_by_kind = [
-        _compiled(dataclasses.replace(each, num_layers=1), (1, rows, length))
+        _compiled(dataclasses.replace(each, num_layers=1), (1, *batch.tokens.shape))
         for each in layer_models(model)
     ]
     block_programs = lambda layer: programs_by_kind[layer_model_index(model, layer)]  # noqa: E731
-    inputs, context = micro_batches(model, with_token_weights(Batch(tokens)), 1)
+    batch = micro_batches(model, batch.weighted(), 1)
     layers = range(model.num_layers)
     embed = fetch("embed")
     # Inputs of all layers are kept, and layers run again for their gradients: one is on the device.
-    stash = [programs_by_kind[0].embed(embed, inputs)]
+    stash = [programs_by_kind[0].embed(embed, batch.tokens)]
     for layer in layers:
-        x, _ = block_programs(layer).forward(fetch(layer), stash[-1], context.for_blocks())
+        x, _ = block_programs(layer).forward(fetch(layer), stash[-1], batch.for_blocks())
         stash.append(x)
     head = fetch("head")
     tied = programs.tied_output(model, embed)
-    _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), context)
+    _, dx, _ = programs_by_kind[0].head(head, tied, stash.pop(), batch)
     norms = []
     for layer in reversed(layers):
-        arguments = fetch(layer), stash.pop(), dx, context.for_blocks()
+        arguments = fetch(layer), stash.pop(), dx, batch.for_blocks()
         dx, block_norms = block_programs(layer).backward(*arguments)
         norms.append(jax.device_get(block_norms))
     return {name: np.stack([block[name] for block in norms[::-1]]) for name in norms[0]}
@@ -79,7 +79,7 @@ def _compiled(model, shape):
     layouts = layouts_by_name(arguments.forward[0].rest)
     zeros = {name: np.zeros(layout.grid, np.float32) for name, layout in layouts.items()}
 
-    def backward(weights, x, dy, context):
+    def backward(weights, x, dy, batch):
         opened = opened_masks(weights)
 
         def block(x, norms, masked):
@@ -87,7 +87,7 @@ def _compiled(model, shape):
             params = {**weights.params, **masked}
             rest = merged(probes, opened.rest)
             layer = dataclasses.replace(opened, rest=rest, params=params).linears(model)
-            return gpt.block(model, layer, x, context.map_rows(lambda rows: rows[0]))[0]
+            return gpt.block(model, layer, x, batch.map_rows(lambda rows: rows[0]))[0]
 
         masked = {name: weights.params[name] for name in model.masked_projections}
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros), masked)

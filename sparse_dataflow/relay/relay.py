@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.whole import Batch, micro_batches, with_token_weights
+from sparse_dataflow.core.executors.whole import micro_batches
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import Metrics, Norm, StepReport, stacked
@@ -119,11 +119,10 @@ class Relay:
         )
         kinds = relay_programs.layer_kinds(model, changing)
         self._kind_of_layer = tuple(map(list(dict.fromkeys(kinds)).index, kinds))
-        self._eval_shape = (1, *eval_shape) if eval_shape else None
-        if self._eval_shape:
+        if eval_shape:
             eval_options = options._replace(padded=False, teacher_width=0)
             self.eval_programs = relay_programs.compile_groups(
-                model, self._eval_shape, mesh, True, changing, eval_options
+                model, (1, *eval_shape), mesh, True, changing, eval_options
             )
         pinned = jax.default_backend() != "cpu" if pinned is None else pinned
         self.server = ParameterServer(
@@ -160,22 +159,17 @@ class Relay:
     def train_step(
         self,
         state: TrainState,
-        tokens: np.ndarray,
+        batch: Batch,
         learning_rate: float,
         limit: np.float32 | None = None,
-        *,
-        token_weights: np.ndarray | None = None,
-        teacher: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[TrainState, StepReport]:
         """Runs one optimizer step; donates the state.
 
         Args:
           state: state with host arrays, as of `host_state.fresh_state`.
-          tokens: int32 [batch, sequence + 1], the whole batch on every process.
+          batch: in host memory, the whole batch on every process.
           limit: highest accepted loss; if the loss is higher, or a gradient is not finite,
             parameters and moments do not change.  None for any.
-          token_weights: float32 [batch, sequence], of the targets; None for their mean.
-          teacher: see `training.teacher.Teacher`; None without one.
 
         Raises:
           UserError: the device failed; earlier checkpoints stay valid.
@@ -190,10 +184,8 @@ class Relay:
             sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
-            weight = jnp.float32(self.training.teacher_weight)
-            teacher_output = TeacherOutput(*teacher, weight) if teacher else None
-            batch = Batch(tokens, token_weights, teacher_output)
-            batch = self._batch(batch, self._train_shape, token_weights is not None)
+            padded = batch.token_weights is not None
+            batch = self._micro_batches(batch, self._train_shape[0], padded)
             metrics = self._forward_backward(server, blocks, batch)
             loss = metrics["loss"].number()
             after, squares = server.finish(
@@ -201,14 +193,15 @@ class Relay:
             )
         return after, StepReport({**metrics, "gradient_norm": Norm(squares)})
 
-    def _forward_backward(self, server: ServerStep, blocks: tuple[int, ...], batch) -> Metrics:
+    def _forward_backward(
+        self, server: ServerStep, blocks: tuple[int, ...], batch: Batch
+    ) -> Metrics:
         """Runs the forward and the backward pass; returns the metrics of head and blocks."""
         run, stash, last = self._run, [], ()
         block_metrics: list[Metrics] = []
-        inputs, context = batch
-        block_context = context.for_blocks()
+        block_batch = batch.for_blocks()
         (params,) = server.fetch(EMBED).result()
-        x, _ = run(EMBED, "embed", params, inputs)
+        x, _ = run(EMBED, "embed", params, batch.tokens)
 
         def forward(block, fetched):
             nonlocal x, last
@@ -216,7 +209,7 @@ class Relay:
             # last block survive the loop, for the backward pass, which begins with it.
             last = fetched
             stash.append(self._stashed(x))
-            (x, metrics), done = run(block, "forward", *fetched, x, block_context)
+            (x, metrics), done = run(block, "forward", *fetched, x, block_batch)
             block_metrics.append(metrics)
             return done
 
@@ -225,7 +218,7 @@ class Relay:
 
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = relay_programs.tied_output(self.model, embed)
-        (head_metrics, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, context)
+        (head_metrics, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, batch)
         del x, params, embed, tied
         if server.trains(HEAD):
             server.push(HEAD, head)
@@ -234,7 +227,7 @@ class Relay:
 
         def backward(block, fetched):
             nonlocal dx, total
-            (dx, gradient), done = run(block, "backward", *fetched, dx, block_context)
+            (dx, gradient), done = run(block, "backward", *fetched, dx, block_batch)
             if not self.model.shared_layers:
                 server.push(block, gradient)
             elif total is None:
@@ -255,7 +248,7 @@ class Relay:
         if total is not None:
             server.push(0, total)
         if server.trains(EMBED):
-            gradient, _ = run(EMBED, "embed_backward", inputs, dx, embedding)
+            gradient, _ = run(EMBED, "embed_backward", batch.tokens, dx, embedding)
             server.push(EMBED, gradient)
         head_metrics, block_metrics = jax.device_get((head_metrics, block_metrics))
         return {**head_metrics, **stacked(block_metrics)}
@@ -292,8 +285,8 @@ class Relay:
         """Returns the programs of a section."""
         return programs[self._kind_of_layer[section] if isinstance(section, int) else 0]
 
-    def eval_step(self, weights: ModelWeights, tokens, token_weights) -> np.ndarray:
-        """Returns the float32 [] sum of weighted losses in nats of int32 [B, T + 1] tokens.
+    def eval_step(self, weights: ModelWeights, batch: Batch) -> np.ndarray:
+        """Returns the float32 [] sum of weighted losses in nats.
 
         All blocks take part.
 
@@ -301,20 +294,20 @@ class Relay:
           UserError: the device failed.
         """
         with translated_device_errors("an evaluation"):
-            return self._evaluate(weights, tokens, token_weights)
+            return self._evaluate(weights, batch)
 
-    def _evaluate(self, weights, tokens, token_weights):
+    def _evaluate(self, weights, batch):
         run, timeline = self.eval_programs[0], Timeline()
-        inputs, context = self._batch(Batch(tokens, token_weights), self._eval_shape)
+        batch = self._micro_batches(batch, 1)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
             self.to_device, weights, section, *more
         )
-        x = run.embed(*fetch(EMBED).result(), inputs)
+        x = run.embed(*fetch(EMBED).result(), batch.tokens)
 
         def forward(block, fetched):
             nonlocal x
             x = self._group_programs(self.eval_programs, block).forward(
-                *fetched, x, context.for_blocks()
+                *fetched, x, batch.for_blocks()
             )
             return self._watching.submit(_watch, x, 0.0, section_name(block), timeline)
 
@@ -322,18 +315,16 @@ class Relay:
         _prefetch_loop(blocks, self._block_fetch(fetch), forward)
         (head,), (embed,) = (fetch(section).result() for section in (HEAD, EMBED))
         tied = relay_programs.tied_output(self.model, embed)
-        return jax.device_get(run.head(head, tied, x, context))
+        return jax.device_get(run.head(head, tied, x, batch))
 
     def _stashed(self, x):
         if self.config.stash == "device":
             return x
         return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
-    def _batch(self, batch, shape, padded=False):
+    def _micro_batches(self, batch, count, padded=False):
         """Returns `whole.micro_batches` on the device."""
-        inputs, context = micro_batches(
-            self.model, with_token_weights(batch), shape[0], padded=padded
-        )
+        batch = micro_batches(self.model, batch.weighted(), count, padded=padded)
 
         def put(tree, sharding):
             structure: Any
@@ -341,9 +332,8 @@ class Relay:
             leaves = [np.asarray(leaf, order="C") for leaf in leaves]
             return structure.unflatten(_placed(leaves, sharding))
 
-        rows, context = context.rows, context.with_rows(dict.fromkeys(context.rows))
-        inputs, rows = put((inputs, rows), self._rows)
-        return inputs, put(context, self._replicated).with_rows(rows)
+        others = batch.with_rows(dict.fromkeys(batch.rows))
+        return put(others, self._replicated).with_rows(put(batch.rows, self._rows))
 
 
 @jax.jit

@@ -99,9 +99,9 @@ class RelayExecutor(MultiProgramExecutor):
         self, model: ModelConfig, training: TrainingConfig, data, changing: bool
     ) -> dict[str, Any]:
         assert not isinstance(self.mesh, AbstractMesh), "planned devices do not train"
-        held_out = data.validation[0]["token_weights"].shape
+        held_out = data.validation[0].tokens.shape
         options = relay_programs.Options(
-            padded="token_weights" in data.train.example,
+            padded=data.train.example.token_weights is not None,
             teacher_width=data.teacher.width if training.teacher else 0,
         )
         relay = Relay(
@@ -114,8 +114,8 @@ class RelayExecutor(MultiProgramExecutor):
             options=options,
         )
 
-        def train_step(state, rest, *arguments, **named):
-            return relay.train_step(state._replace(rest=rest), *arguments, **named)
+        def train_step(state, rest, *arguments):
+            return relay.train_step(state._replace(rest=rest), *arguments)
 
         return {
             "train_step": train_step,
@@ -189,12 +189,12 @@ def _restore_common_step(files, training):
     return state._replace(moments=with_steps_left(training, state.moments, step))
 
 
-def _gradient_norms(relay, weights, tokens):
+def _gradient_norms(relay, weights, batch):
     # The first device of every process computes the norms of all rows, so that the layouts do not
     # depend on the number of devices.
     fetch = functools.partial(relay.to_first_device, weights)
     with translated_device_errors("an update of the layouts"):
-        return block_gradient_norms(relay.model, fetch, np.asarray(tokens))
+        return block_gradient_norms(relay.model, fetch, jax.tree.map(np.asarray, batch))
 
 
 def _writable(leaf):

@@ -19,17 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Compiled
 
 from sparse_dataflow.core import step_metrics
+from sparse_dataflow.core.batch import NO_BATCH, Batch
 from sparse_dataflow.core.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.whole import Batch, micro_batches
+from sparse_dataflow.core.executors.whole import micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, left_out, stacks
-from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.partition import merged, trained_and_rest
 from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.weights.kind import ROUTER
 from sparse_dataflow.files.errors import UserError
 
@@ -43,7 +42,7 @@ class Options(NamedTuple):
     """What a training adds to the arguments of the programs.
 
     Attributes:
-      padded: whether rows of text are padded; see `whole.batch_context`.
+      padded: whether rows of text are padded; see `whole.local_batch`.
       adapted: whether adapters alone are trained; the other weights are frozen.
       teacher_width: features of a teacher's hidden states; 0 without a teacher.
     """
@@ -59,14 +58,14 @@ NO_OPTIONS = Options()
 class Programs(NamedTuple, Generic[T]):
     """The device programs of a training step, or a T for each of them.
 
-    The rows of a context are [M, B, ...]; blocks get it without what the head alone reads.
+    The rows of a batch are [M, B, ...]; blocks get it without what the others alone read.
 
     Attributes:
       embed: (`ModelWeights` of the section, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (`ModelWeights` of a block, x, context) -> (x after the block, metrics).
-      head: (`ModelWeights` of the section, `tied_output`, x, context) -> (metrics, dx, (gradient of
+      forward: (`ModelWeights` of a block, x, batch) -> (x after the block, metrics).
+      head: (`ModelWeights` of the section, `tied_output`, x, batch) -> (metrics, dx, (gradient of
         the head's params, of the tied output's)).
-      backward: (`ModelWeights` of a block, x, dy, context) -> (dx, gradient of its params);
+      backward: (`ModelWeights` of a block, x, dy, batch) -> (dx, gradient of its params);
         recomputes the forward pass and donates dy.
       embed_backward: (inputs, dx, the head's gradient of the tied output) -> gradient of the embed
         section's params; the sum of both gradients of a tied embedding.
@@ -148,20 +147,20 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
 
     def embed(weights, inputs):
         params = weights.merged
-        return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_CONTEXT, inputs)
+        return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_BATCH, inputs)
 
-    def forward(weights, x, context):
+    def forward(weights, x, batch):
         block = functools.partial(gpt.block, model, weights.linears(model))
-        return _accumulated(block, context, x)
+        return _accumulated(block, batch, x)
 
-    def head(weights, tied, x, context):
-        def loss(params, tied_params, x, context):
+    def head(weights, tied, x, batch):
+        def loss(params, tied_params, x, batch):
             output = _with_params(tied, tied_params).get("tokens", ())
-            return gpt.head_loss(model, _with_params(weights, params), output, x, context)
+            return gpt.head_loss(model, _with_params(weights, params), output, x, batch)
 
-        def micro_batch(x, context):
+        def micro_batch(x, batch):
             value, pull, metrics = jax.vjp(
-                lambda params, tied_params, x: loss(params, tied_params, x, context),
+                lambda params, tied_params, x: loss(params, tied_params, x, batch),
                 weights.params,
                 tied.params,
                 x,
@@ -170,21 +169,21 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
             *gradients, dx = pull(jnp.ones_like(value))
             return dx, (metrics, tuple(gradients))
 
-        dx, (metrics, gradients) = _accumulated(micro_batch, context, x)
+        dx, (metrics, gradients) = _accumulated(micro_batch, batch, x)
         return metrics, dx, _cast_like((weights.params, tied.params), gradients)
 
-    def backward(weights, x, dy, context):
-        def micro_batch(x, dy, context):
+    def backward(weights, x, dy, batch):
+        def micro_batch(x, dy, batch):
             def block(params, x):
                 layer = dataclasses.replace(weights, params=params)
-                x, metrics = gpt.block(model, layer.linears(model), x, context)
-                return gpt.with_auxiliary_losses(model, x, metrics, context, UNSHARDED)
+                x, metrics = gpt.block(model, layer.linears(model), x, batch)
+                return gpt.with_auxiliary_losses(model, x, metrics, batch, UNSHARDED)
 
             _, pull = jax.vjp(block, weights.params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
-        dx, gradient = _accumulated(micro_batch, context, x, dy)
+        dx, gradient = _accumulated(micro_batch, batch, x, dy)
         return dx, _cast_like(weights.params, gradient)
 
     def embed_backward(inputs, dx, tied_gradient):
@@ -198,7 +197,7 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
             )
             return (), pull(dx)[0]
 
-        gradient = dict(_accumulated(micro_batch, NO_CONTEXT, inputs, dx)[1])
+        gradient = dict(_accumulated(micro_batch, NO_BATCH, inputs, dx)[1])
         for name, other in tied_gradient.items():
             gradient[name] += other.astype(gradient[name].dtype)
         return _cast_like(weights.params, gradient)
@@ -211,17 +210,17 @@ def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Ca
     model = model.dropless()
     training = functions(model, adapted)
 
-    def forward(weights, x, context):
+    def forward(weights, x, batch):
         linears = weights.linears(model)
-        return _map(lambda x, at: gpt.block(model, linears, x, at)[0], context, x)
+        return _map(lambda x, at: gpt.block(model, linears, x, at)[0], batch, x)
 
-    def head(weights, tied, x, context):
+    def head(weights, tied, x, batch):
         params, output = weights.merged, tied.merged.get("tokens", ())
 
-        def loss(x, context):
-            return gpt.head_loss(model, params, output, x, context)[0]
+        def loss(x, batch):
+            return gpt.head_loss(model, params, output, x, batch)[0]
 
-        return jnp.sum(_map(loss, context, x))
+        return jnp.sum(_map(loss, batch, x))
 
     return EvalPrograms(training.embed, forward, head)
 
@@ -241,7 +240,7 @@ def arguments(
       options: of the training.
     """
     embed, block, head = section_weights(model, options.adapted)
-    tokens, context = context_shapes(model, shape, options)
+    batch = batch_shapes(model, shape, options)
     x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
     stored = stacks.stored_layouts(dataclasses.replace(model, num_layers=1))
 
@@ -254,20 +253,19 @@ def arguments(
         block = dataclasses.replace(block, rest=merged(block.rest, layouts["blocks"]))
     tied = tied_output(model, embed)
     return Programs(
-        embed=(embed, tokens),
-        forward=(block, x, context.for_blocks()),
-        head=(head, tied, x, context),
-        backward=(block, x, x, context.for_blocks()),
-        embed_backward=(tokens, x, tied.params),
+        embed=(embed, batch.tokens),
+        forward=(block, x, batch.for_blocks()),
+        head=(head, tied, x, batch),
+        backward=(block, x, x, batch.for_blocks()),
+        embed_backward=(batch.tokens, x, tied.params),
     )
 
 
-def context_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Options) -> tuple:
+def batch_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Options) -> Batch:
     """Returns the shapes of `whole.micro_batches`; arguments as in `arguments`."""
     count, rows, length = shape
-    tokens = jax.ShapeDtypeStruct((count * rows, length + 1), jnp.int32)
-    weights = jax.ShapeDtypeStruct((count * rows, length), jnp.float32)
-    teacher = None
+    ids = jax.ShapeDtypeStruct((count * rows, length), jnp.int32)
+    batch = Batch(ids, ids, jax.ShapeDtypeStruct((count * rows, length), jnp.float32))
     if options.teacher_width:
         dtype = jnp.dtype(model.compute_dtype)
         sides = (
@@ -275,9 +273,9 @@ def context_shapes(model: ModelConfig, shape: tuple[int, int, int], options: Opt
             (model.vocab_size, options.teacher_width),
         )
         hidden, output = (jax.eval_shape(lambda s=side: jnp.zeros(s, dtype)) for side in sides)
-        teacher = TeacherOutput(hidden, output, jnp.float32(0))
+        batch = dataclasses.replace(batch, teacher_hidden=hidden, teacher=(output, jnp.float32(0)))
     split = functools.partial(micro_batches, model, count=count, padded=options.padded)
-    return jax.eval_shape(split, Batch(tokens, weights, teacher))
+    return jax.eval_shape(split, batch)
 
 
 def lower(
@@ -399,7 +397,7 @@ def _sharded(name, structs, mesh, evaluation):
         return lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     def placed(number, tree):
-        if isinstance(tree, BatchContext):
+        if isinstance(tree, Batch):
             return jax.tree.map(to(replicated), tree).map_rows(to(rows))
         return jax.tree.map(to(replicated if number in params[name] else rows), tree)
 
@@ -414,34 +412,34 @@ def _sharded(name, structs, mesh, evaluation):
     return structs, out
 
 
-def _map(function, context, *batches):
-    """Maps `function` over micro-batches and their contexts; without a loop for a single one."""
-    if len(batches[0]) == 1:
-        return function(*(batch[0] for batch in batches), _first(context))[None]
+def _map(function, batch, *arrays):
+    """Maps `function` over micro-batches and their arrays; without a loop for a single one."""
+    if len(arrays[0]) == 1:
+        return function(*(array[0] for array in arrays), _first(batch))[None]
     return lax.map(
-        lambda micro: function(*micro[0], context.with_rows(micro[1])), (batches, context.rows)
+        lambda micro: function(*micro[0], batch.with_rows(micro[1])), (arrays, batch.rows)
     )
 
 
-def _accumulated(function, context, *batches):
+def _accumulated(function, batch, *arrays):
     """Maps `function` -> (y, gradients or metrics) as `_map` does; returns (all y, the others
     combined)."""
-    if len(batches[0]) == 1:
-        y, one = function(*(batch[0] for batch in batches), _first(context))
+    if len(arrays[0]) == 1:
+        y, one = function(*(array[0] for array in arrays), _first(batch))
         return jax.tree.map(lambda leaf: leaf[None], y), one
     # Gradients are carried and y is stacked: so one gradient exists, not one for each micro-batch.
-    first = jax.eval_shape(function, *(batch[0] for batch in batches), _first(context))[1]
+    first = jax.eval_shape(function, *(array[0] for array in arrays), _first(batch))[1]
 
     def accumulate(total, micro):
-        y, more = function(*micro[0], context.with_rows(micro[1]))
+        y, more = function(*micro[0], batch.with_rows(micro[1]))
         return step_metrics.combined(total, more), y
 
-    total, y = lax.scan(accumulate, step_metrics.empty(first), (batches, context.rows))
+    total, y = lax.scan(accumulate, step_metrics.empty(first), (arrays, batch.rows))
     return y, total
 
 
-def _first(context):
-    return context.map_rows(lambda rows: rows[0])
+def _first(batch):
+    return batch.map_rows(lambda rows: rows[0])
 
 
 def _cast_like(params, gradient):

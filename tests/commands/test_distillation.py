@@ -4,19 +4,19 @@ import dataclasses
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sparse_dataflow.commands.train import train
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import run_flops
 from sparse_dataflow.core.training.teacher import Teacher
@@ -112,15 +112,18 @@ def test_a_student_of_itself_has_no_divergence():
     params = gpt.init(MODEL, jax.random.key(0))
     plain = float(
         whole.loss(
-            MODEL, weights_of(params, {}), whole.Batch(TOKENS, np.full((4, 8), 1 / 32, np.float32))
+            MODEL,
+            weights_of(params, {}),
+            Batch.from_windows(TOKENS, np.full((4, 8), 1 / 32, np.float32)),
         )
     )
     mesh = meshes.make(meshes.parse("fsdp:1", 1), jax.devices()[:1])
     gradients = []
     for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):
-        program = Teacher(MODEL, params).program(MODEL, executor, TOKENS, micro_batches)
-        output = TeacherOutput(*program(TOKENS), jnp.float32(0.25))
-        batch, how = whole.Batch(TOKENS, None, output), whole.Accumulation(micro_batches)
+        training = TrainingConfig(1, 4, 8, micro_batches, teacher="folder", teacher_weight=0.25)
+        batch = Batch.from_windows(TOKENS)
+        batch = Teacher(MODEL, params).program(MODEL, executor, batch, training)(batch)
+        how = whole.Accumulation(micro_batches)
         loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 3))(
             MODEL, weights_of(params), batch, how
         )

@@ -11,6 +11,7 @@ import pytest
 from marks import some
 
 import sparse_dataflow as sd
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import layouts_by_place, map_placed_layouts, weights_of
@@ -36,7 +37,7 @@ def test_loss_and_gradients_are_those_of_the_trainer():
     model, batch = draw(), tokens()
     loss, gradients = jax.value_and_grad(sd.loss)(model, batch)
     weights = weights_of(*without_tables(model.params))
-    expected = whole.loss_and_gradients(model.model, weights, whole.Batch(batch))
+    expected = whole.loss_and_gradients(model.model, weights, Batch.from_windows(batch))
     np.testing.assert_allclose(loss, expected[0]["loss"].number(), rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)  # noqa: E731
     jax.tree.map(close, without_tables(gradients.params)[0], expected[1])

@@ -56,7 +56,7 @@ def data_of(corpus_name):
     corpus = load_corpus(corpus_name, cache.FOLDER)
     tokenizer = train_tokenizer(corpus, 300, cache.FOLDER)
     data = training_data(config, variants(config, 300)[0], corpus, tokenizer)
-    decoded = [tokenizer.decode(row) for row in data.train[0]["tokens"]]
+    decoded = [tokenizer.decode(row) for row in data.train[0].tokens]
     return data, decoded
 
 
@@ -82,7 +82,7 @@ def test_a_mixture_has_windows_by_weight_and_held_out_windows_of_each(folder):
         ("books", 0.75),
         ("code", 0.25),
     ]
-    books, code = (source.validation[0]["tokens"] for source in data.mixture)
+    books, code = (source.validation[0].tokens for source in data.mixture)
     assert not np.array_equal(books, code)
     assert data.validation is data.mixture[0].validation
 
@@ -183,8 +183,7 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
         loss = jax.jit(functools.partial(whole.loss, masked))
         batches = AnswerEvalBatches(rows, 2, 31)
         weights = weights_of(params)
-        held_out = [whole.Batch(batch["tokens"], batch["token_weights"]) for batch in batches]
-        totals.append(sum(float(loss(weights, batch)) for batch in held_out))
+        totals.append(sum(float(loss(weights, batch)) for batch in batches))
         counts.append((len(rows), batches.total_tokens))
     np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
     tokens = sum(len(answer) + 1 for _, answer in texts)
@@ -247,4 +246,4 @@ def test_held_out_text_of_the_users_own_replaces_that_of_a_mixture(folder):
     loaded = corpus_of(config.data)
     data = training_data(config, variants(config, 300)[0], loaded, byte_tokenizer(300))
     assert data.mixture == ()
-    assert set(data.validation[0]["tokens"].ravel()) <= {ord("c"), ord("\n"), 299, 0}
+    assert set(data.validation[0].tokens.ravel()) <= {ord("c"), ord("\n"), 299, 0}

@@ -111,14 +111,14 @@ def overlapping(topology, sub_batches, **sizes):
     mesh = meshes.make(meshes.parse("feature:2,tensor:2", 4), chips)
     executor = Sharded(mesh, sub_batches=sub_batches)
     training = TrainingConfig(1, batch=8, sequence=model.max_len)
-    (state, tokens, _), _ = compile.abstract_arguments(executor, model, training, False)
+    (state, rest, batch, _), _ = compile.abstract_arguments(executor, model, training, False)
     step = jax.jit(
-        lambda weights, tokens: executor.loss_and_gradients(
-            model, weights, whole.Batch(tokens), whole.Accumulation()
+        lambda weights, batch: executor.loss_and_gradients(
+            model, weights, batch, whole.Accumulation()
         )
     )
     with compile.tracing_for(executor, chips[0]):
-        traced = step.trace(state.weights, tokens)
+        traced = step.trace(state._replace(rest=rest).weights, batch)
         program = traced.lower(lowering_platforms=(topology.platform,)).compile()
     loops: dict[str, list] = {}
     smallest = 2**20  # Sums of squares of the norms are smaller.

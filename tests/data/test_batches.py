@@ -35,20 +35,21 @@ def local_rows(rows, process, processes):
 def test_rows_are_windows_of_the_split(shape, seed, step):
     tokens, rows, length, _ = shape
     batch = TrainBatches(tokens, rows, length, seed)[step]
-    assert set(batch) == {"tokens"}
-    assert batch["tokens"].shape == (rows, length + 1)
-    assert batch["tokens"].dtype == np.int32
-    np.testing.assert_array_equal(np.diff(batch["tokens"]), 1)
-    assert np.all(batch["tokens"][:, 0] % length == 0)
+    assert set(batch.rows) == {"tokens", "targets"}
+    assert batch.tokens.shape == batch.targets.shape == (rows, length)
+    assert batch.tokens.dtype == batch.targets.dtype == np.int32
+    np.testing.assert_array_equal(np.diff(batch.tokens), 1)
+    np.testing.assert_array_equal(batch.targets, batch.tokens + 1)
+    assert np.all(batch.tokens[:, 0] % length == 0)
 
 
 @settings(max_examples=60)
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(0, 10**6))
 def test_local_batches_concatenate_to_the_global_batch(shape, seed, step):
     tokens, rows, length, processes = shape
-    global_batch = TrainBatches(tokens, rows, length, seed)[step]["tokens"]
+    global_batch = TrainBatches(tokens, rows, length, seed)[step].tokens
     local_batches = [
-        TrainBatches(tokens, rows, length, seed, local_rows(rows, p, processes))[step]["tokens"]
+        TrainBatches(tokens, rows, length, seed, local_rows(rows, p, processes))[step].tokens
         for p in range(processes)
     ]
     np.testing.assert_array_equal(np.concatenate(local_batches), global_batch)
@@ -61,8 +62,8 @@ def test_every_token_but_the_first_is_predicted_once_per_epoch(shape, seed):
     batches = TrainBatches(tokens, 1, length, seed)
     for epoch in (0, 3):
         windows = (len(tokens) - 1) // length
-        rows = [batches[epoch * windows + i]["tokens"][0] for i in range(windows)]
-        targets = np.sort(np.concatenate([row[1:] for row in rows]))
+        rows = [batches[epoch * windows + i].targets[0] for i in range(windows)]
+        targets = np.sort(np.concatenate(rows))
         np.testing.assert_array_equal(targets, tokens[1 : len(targets) + 1])
         assert len(tokens) - 1 - len(targets) < length
 
@@ -72,7 +73,7 @@ def test_order_differs_between_epochs_and_seeds():
 
     def order(seed, epoch):
         batches = TrainBatches(tokens, 100, 10, seed)
-        return tuple(batches[epoch]["tokens"][:, 0])
+        return tuple(batches[epoch].tokens[:, 0])
 
     orders = [order(0, 0), order(0, 1), order(0, 2), order(7, 0), tuple(range(0, 1000, 10))]
     assert len(set(orders)) == 5
@@ -87,8 +88,8 @@ def test_a_resumed_run_reads_the_tail_of_an_uninterrupted_run(threads, start):
     uninterrupted = list(itertools.islice(batches.iterate(threads=threads), start + 5))
     resumed = list(itertools.islice(batches.iterate(start, threads=threads), 5))
     for step, (left, right) in enumerate(zip(uninterrupted[start:], resumed, strict=True)):
-        np.testing.assert_array_equal(left["tokens"], right["tokens"])
-        np.testing.assert_array_equal(left["tokens"], batches[start + step]["tokens"])
+        np.testing.assert_array_equal(left.tokens, right.tokens)
+        np.testing.assert_array_equal(left.tokens, batches[start + step].tokens)
 
 
 def test_resuming_on_another_number_of_processes_reads_the_same_rows():
@@ -98,7 +99,7 @@ def test_resuming_on_another_number_of_processes_reads_the_same_rows():
             for p in range(processes)
         ]
         local_batches = itertools.islice(zip(*streams), steps)
-        return [np.concatenate([b["tokens"] for b in step]) for step in local_batches]
+        return [np.concatenate([b.tokens for b in step]) for step in local_batches]
 
     uninterrupted = take(0, 30, 1)
     np.testing.assert_array_equal(uninterrupted, take(0, 10, 3) + take(10, 12, 4) + take(22, 8, 2))
@@ -108,12 +109,12 @@ def test_a_process_with_prefetching_threads_exits_cleanly():
     code = (
         "import numpy as np\n"
         "from sparse_dataflow.data.batches import TrainBatches\n"
-        "print(next(TrainBatches(np.arange(99), 2, 4).iterate(5))['tokens'].shape)\n"
+        "print(next(TrainBatches(np.arange(99), 2, 4).iterate(5)).tokens.shape)\n"
     )
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     )
-    assert (process.stdout, process.stderr) == ("(2, 5)\n", "")
+    assert (process.stdout, process.stderr) == ("(2, 4)\n", "")
 
 
 def test_importing_batches_is_cheap():
@@ -134,17 +135,14 @@ def test_evaluation_scores_every_token_once_in_order(shape, max_windows):
     batches = EvalBatches(tokens, rows, length, max_windows)
     scored = []
     for batch in batches:
-        assert set(batch) == {"tokens", "token_weights"}
-        assert batch["tokens"].shape == (rows, length + 1) and batch["tokens"].dtype == np.int32
-        assert (
-            batch["token_weights"].shape == (rows, length)
-            and batch["token_weights"].dtype == np.float32
-        )
-        assert batch["token_weights"].any()
-        counted = batch["token_weights"] == 1
-        assert np.all(counted | (batch["token_weights"] == 0))
-        targets = batch["tokens"][:, 1:][counted]
-        np.testing.assert_array_equal(batch["tokens"][:, :-1][counted] + 1, targets)
+        assert set(batch.rows) == {"tokens", "targets", "token_weights"}
+        assert {array.shape for array in batch.rows.values()} == {(rows, length)}
+        assert batch.tokens.dtype == np.int32 and batch.token_weights.dtype == np.float32
+        assert batch.token_weights.any()
+        counted = batch.token_weights == 1
+        assert np.all(counted | (batch.token_weights == 0))
+        targets = batch.targets[counted]
+        np.testing.assert_array_equal(batch.tokens[counted] + 1, targets)
         scored.extend(targets)
     limit = len(tokens) - 1
     if max_windows is not None:
@@ -166,8 +164,8 @@ def test_local_evaluation_batches_concatenate_to_the_global_batch(shape, max_win
     ]
     assert {len(batches) for batches in local_batches} == {len(global_batches)}
     for index, batch in enumerate(global_batches):
-        for key, value in batch.items():
-            local_values = [batches[index][key] for batches in local_batches]
+        for key, value in batch.rows.items():
+            local_values = [batches[index].rows[key] for batches in local_batches]
             np.testing.assert_array_equal(np.concatenate(local_values), value)
 
 
@@ -224,13 +222,13 @@ def test_a_negative_step_raises():
 def test_spread_windows_are_of_the_whole_split_and_counted_right(count, most):
     tokens, length = np.arange(count, dtype=np.int32), 8
     batches = EvalBatches(tokens, 4, length, most, spread=True)
-    first = [int(row[0]) for batch in batches for row in batch["tokens"]][: batches.windows]
+    first = [int(row[0]) for batch in batches for row in batch.tokens][: batches.windows]
     assert len(first) == len(set(first)) == batches.windows
     distances = np.diff(first)
     assert distances.min() >= length and distances.max() - distances.min() <= length
     assert first[0] == 0 and count - first[-1] <= 2 * distances.max()
-    counted = sum(int(batch["token_weights"].sum()) for batch in batches)
+    counted = sum(int(batch.token_weights.sum()) for batch in batches)
     assert counted == batches.total_tokens
-    targets = [t for batch in batches for t in batch["tokens"][:, 1:][batch["token_weights"] > 0]]
+    targets = [t for batch in batches for t in batch.targets[batch.token_weights > 0]]
     sizes = np.arange(count) % 7
     assert batches.total_bytes(sizes) == sizes[targets].sum()

@@ -159,8 +159,8 @@ def test_rows_and_the_loss_mask_are_those_of_a_reference(drawn, length, pack):
     expected = reference(pairs, length + 1, END, pack)
     assert len(rows) == len(expected)
     for row, expected_row in zip((rows[i] for i in range(len(rows))), expected):
-        assert row["tokens"].tolist() == [token for token, _ in expected_row]
-        assert row["token_weights"].tolist() == [float(answer) for _, answer in expected_row[1:]]
+        assert [*row.tokens, row.targets[-1]] == [token for token, _ in expected_row]
+        assert row.token_weights.tolist() == [float(answer) for _, answer in expected_row[1:]]
     too_long = [len(tokens) > length + 1 for tokens, _ in pairs]
     empty = [not any(answers[: length + 1]) for _, answers in pairs]
     assert rows.skipped == sum(empty)
@@ -180,19 +180,20 @@ def test_a_batch_weighs_every_answer_token_equally_and_adds_up_to_one(drawn, len
         return
     batches = AnswerBatches(rows, batch, length, seed=3)
     whole = batches[5]
-    np.testing.assert_allclose(whole["token_weights"].sum(), 1, rtol=1e-6)
-    assert len(np.unique(whole["token_weights"][whole["token_weights"] > 0])) == 1
+    np.testing.assert_allclose(whole.token_weights.sum(), 1, rtol=1e-6)
+    assert len(np.unique(whole.token_weights[whole.token_weights > 0])) == 1
     local_batches = [AnswerBatches(rows, batch, length, 3, (row,))[5] for row in range(batch)]
-    for name in ("tokens", "token_weights"):
-        joined = np.concatenate([local[name] for local in local_batches])
-        np.testing.assert_array_equal(joined, whole[name])
+    for name, array in whole.rows.items():
+        joined = np.concatenate([local.rows[name] for local in local_batches])
+        np.testing.assert_array_equal(joined, array)
     held_out = AnswerEvalBatches(rows, batch, length)
-    counted = sum(b["token_weights"].sum() for b in held_out)
+    counted = sum(b.token_weights.sum() for b in held_out)
     assert (
         counted
         == held_out.total_tokens
-        == sum(rows[i]["token_weights"].sum() for i in range(len(rows)))
+        == sum(rows[i].token_weights.sum() for i in range(len(rows)))
     )
+    assert len(held_out.examples) == held_out.total_tokens
     one_byte_each = np.ones(300, np.int32)
     assert held_out.total_bytes(one_byte_each) == held_out.total_tokens
 

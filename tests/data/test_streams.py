@@ -144,14 +144,14 @@ def test_streamed_documents_are_those_of_stored_text(files, tmp_path):
 def test_a_batch_depends_on_its_step_alone_and_a_process_reads_its_rows(four):
     whole = batches(four.stream)
     assert whole.lanes == 4
-    expected = [whole[step]["tokens"] for step in range(9)]
+    expected = [whole[step].tokens for step in range(9)]
     other = batches(four.stream)
     for step in (5, 0, 8, 3):
-        np.testing.assert_array_equal(other[step]["tokens"], expected[step])
+        np.testing.assert_array_equal(other[step].tokens, expected[step])
     for rows in ((0, 1), (2, 3), (1,)):
         local = batches(four.stream, rows)
         for step, batch in zip(range(9), local.iterate(), strict=False):
-            np.testing.assert_array_equal(batch["tokens"], expected[step][list(rows)])
+            np.testing.assert_array_equal(batch.tokens, expected[step][list(rows)])
         blocks = [block for block, *_ in local.positions(9)[0]]
         assert [n for n, block in enumerate(blocks) if block] == list(rows)
 
@@ -166,13 +166,13 @@ def test_windows_of_a_block_are_shuffled_and_complete(four):
 @pytest.mark.parametrize("step", [0, 1, 2, 5, 17, 40])
 def test_a_resumed_stream_continues_at_the_exact_document(four, step):
     first = batches(four.stream)
-    expected = [first[s]["tokens"] for s in range(step + 3)][step:]
+    expected = [first[s].tokens for s in range(step + 3)][step:]
     positions = json.loads(json.dumps(first.positions(step)))
     resumed = batches(four.stream)
     resumed.resume(positions)
     iterator = resumed.iterate(step)
     for tokens in expected:
-        np.testing.assert_array_equal(next(iterator)["tokens"], tokens)
+        np.testing.assert_array_equal(next(iterator).tokens, tokens)
 
 
 def merged_positions(readers, step, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_stream_resumed_again_and_again_on_other_processes_continues(four, mon
                 reader.resume(positions)
             for step in range(first, last):
                 np.testing.assert_array_equal(
-                    reader[step]["tokens"], expected[step]["tokens"][list(reader.rows)]
+                    reader[step].tokens, expected[step].tokens[list(reader.rows)]
                 )
         positions = merged_positions(readers, last, monkeypatch)
 
@@ -303,12 +303,12 @@ def test_the_lanes_divide_the_batch_and_have_shards():
 def test_a_mixture_has_windows_of_a_stream_and_of_stored_tokens(four):
     stored = np.full(17 * 16 + 1, 258, np.uint16)
     mixed = batches(None, weights=(0.75, 0.25), sources=(four.stream, stored))
-    tokens = np.concatenate([mixed[step]["tokens"] for step in range(8)])
+    tokens = np.concatenate([mixed[step].tokens for step in range(8)])
     is_stored = (tokens == 258).all(axis=1)
     assert abs(is_stored.sum() - 8) <= 2 and not (tokens[~is_stored] == 258).any()
     resumed = batches(None, weights=(0.75, 0.25), sources=(four.stream, stored))
     resumed.resume(mixed.positions(6))
-    np.testing.assert_array_equal(resumed[6]["tokens"], mixed[6]["tokens"])
+    np.testing.assert_array_equal(resumed[6].tokens, mixed[6].tokens)
     assert isinstance(mixed, TrainBatches)
 
 
@@ -420,8 +420,8 @@ def test_a_large_dataset_is_never_fetched_whole(hub, tmp_path, monkeypatch):
         pq.write_table(pa.table({"text": texts}), path, row_group_size=100)
     size = sum(path.stat().st_size for path in hub.files("owner/name"))
     corpus = load_corpus("hf:owner/name", tmp_path / "cache")
-    batch = batches(corpus.stream)[0]["tokens"]
-    assert batch.shape == (4, 17)
+    batch = batches(corpus.stream)[0].tokens
+    assert batch.shape == (4, 16)
     assert hub.bytes_of(".parquet") < size / 2
     assert not list(tmp_path.glob("cache/**/*.parquet"))
 
@@ -457,9 +457,9 @@ def test_a_connection_that_breaks_is_opened_again_at_its_row(four, monkeypatch):
                 raise ConnectionResetError("peer")
             yield number, value
 
-    expected = [batches(four.stream)[step]["tokens"] for step in range(3)]
+    expected = [batches(four.stream)[step].tokens for step in range(3)]
     monkeypatch.setattr(shards, "_rows", breaks)
-    again = [batches(four.stream)[step]["tokens"] for step in range(3)]
+    again = [batches(four.stream)[step].tokens for step in range(3)]
     np.testing.assert_array_equal(expected, again)
     assert broken
     broken.clear()

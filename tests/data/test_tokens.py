@@ -47,7 +47,7 @@ def test_tokens_are_read_slice_by_slice(prose, tokenizer, tmp_path, monkeypatch)
     read, sizes = os.pread, []
     monkeypatch.setattr(os, "pread", lambda *args: sizes.append(args[1]) or read(*args))
     batch = TrainBatches(tokens, batch_size=3, sequence_length=5)[7]
-    assert batch["tokens"].shape == (3, 6) and sizes == [12] * 3
+    assert batch.tokens.shape == (3, 5) and sizes == [12] * 3
 
 
 def test_large_vocabularies_use_uint32(prose, tmp_path, tokenizer):

@@ -87,9 +87,10 @@ def test_a_custom_forward_is_used(harness, trained):
     model, calls = trained("dense"), []
     inner = scoring.single_device_forward(model)
 
-    def forward(tokens, positions):
-        calls.append(tokens.shape)
-        halves = np.split(tokens, 2)
+    def forward(batch, positions):
+        calls.append(batch.tokens.shape)
+        half = len(batch.tokens) // 2
+        halves = [batch.map_rows(lambda a, i=i: a[i * half : (i + 1) * half]) for i in (0, 1)]
         outputs = [inner(half, local[None]) for half, local in zip(halves, positions)]
         return tuple(np.concatenate(shards) for shards in zip(*outputs))
 

@@ -69,9 +69,9 @@ def test_scores_equal_those_of_single_requests(trained, variant):
 def recording_forward(shapes):
     """Returns a forward that records shapes and returns each target's id as its loss."""
 
-    def forward(tokens, positions):
-        shapes.append((tokens.shape, positions.shape))
-        targets = tokens[:, 1:].reshape(len(positions), -1)
+    def forward(batch, positions):
+        shapes.append((batch.tokens.shape, positions.shape))
+        targets = batch.targets.reshape(len(positions), -1)
         losses = np.take_along_axis(targets, positions, axis=1).astype(np.float32)
         return losses, np.ones(losses.shape, bool)
 
@@ -88,10 +88,10 @@ def test_batches_have_few_shapes_and_scores_keep_the_order(sizes, shards):
     assert [s for s, _ in scores] == [-float(sum(after)) for _, after in requests]
     assert len(set(shapes)) <= scoring.BUCKETS
     for (rows, width), (position_shards, count) in shapes:
-        assert rows % shards == 0 and width <= 129
-        assert position_shards == shards and count <= rows // shards * (width - 1)
+        assert rows % shards == 0 and width <= 128
+        assert position_shards == shards and count <= rows // shards * width
     assert counts.truncated == sum(a + b > 129 for a, b in sizes)
-    assert counts.padded == sum(rows * (width - 1) for (rows, width), _ in shapes)
+    assert counts.padded == sum(rows * width for (rows, width), _ in shapes)
 
 
 @settings(max_examples=40)

@@ -10,6 +10,7 @@ from marks import some
 from models import DENSE, DEPTH, SPARSE, begun, begun_with_equal_logits
 
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
@@ -60,7 +61,7 @@ def test_the_first_loss_of_a_mixture_is_that_of_the_dense_model():
     start, state = begun(DENSE, new)
     weights = np.ones((2, 15), np.float32)
     losses = [
-        float(whole.loss(config, weights_of(params, {}), whole.Batch(IDS, weights)))
+        float(whole.loss(config, weights_of(params, {}), Batch.from_windows(IDS, weights)))
         for config, params in ((DENSE, start.params), (new, state.params))
     ]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

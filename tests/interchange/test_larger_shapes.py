@@ -14,6 +14,7 @@ from models import DENSE, DEPTH, SPARSE, TRAINING, begun, begun_with_equal_logit
 from small_models import NEWER
 
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.stacks import weights_of
@@ -121,7 +122,8 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
 
     @jax.jit
     def step(params, moments):
-        compute = lambda params: whole.loss(new, weights_of(params, {}), whole.Batch(IDS, weights))  # noqa: E731
+        batch = Batch.from_windows(IDS, weights)
+        compute = lambda params: whole.loss(new, weights_of(params, {}), batch)  # noqa: E731
         loss, gradients = jax.value_and_grad(compute)(params)
         rate = TRAINING.learning_rate
         updates, moments = optimizer.update(gradients, moments, params, learning_rate=rate)
@@ -132,7 +134,7 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
         loss, params, moments = step(params, moments)
         losses.append(float(loss))
     expected = jax.jit(
-        lambda params: whole.loss(SMALL, weights_of(params, {}), whole.Batch(IDS, weights))
+        lambda params: whole.loss(SMALL, weights_of(params, {}), Batch.from_windows(IDS, weights))
     )(start.params)
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
     assert losses[0] > losses[1] > losses[2]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from marks import some
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import SparsityConfig
@@ -214,7 +215,7 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
     tokens = jax.ShapeDtypeStruct((batch, config.max_len + 1), jnp.int32)
     step = jax.jit(
         lambda params, tokens: whole.loss_and_gradients(
-            config, weights_of(params, {}), whole.Batch(tokens)
+            config, weights_of(params, {}), Batch.from_windows(tokens)
         )
     )
     compiled = step.lower(params, tokens).compile().memory_analysis()

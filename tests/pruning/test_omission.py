@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -128,7 +129,7 @@ def test_a_phase_computes_the_model_without_the_features(model):
         for layer in range(len(kernel)):
             kernel = kernel.at[layer, positions[start + layer]].set(0)
         group["mlp_out"]["kernel"], start = kernel, start + len(kernel)
-    batch = whole.Batch(jnp.asarray(TOKENS), jnp.full((4, 8), 1 / 32))
+    batch = Batch.from_windows(jnp.asarray(TOKENS), jnp.full((4, 8), 1 / 32))
     weights = lambda s: s.weights.with_fixed_layouts()  # noqa: E731
     right = whole.loss(model, weights(state._replace(params=params)), batch)
     out = omission.leave_out(state, narrow, positions)
@@ -141,8 +142,8 @@ def test_magnitudes_are_the_mean_absolute_hidden_features():
     state = initial_state(model, TRAINING)
     block = state.params["blocks"]
     block["attn_out"] = jax.tree.map(jnp.zeros_like, block["attn_out"])
-    batches, division = [jnp.asarray(TOKENS[:2]), jnp.asarray(TOKENS[2:])], Portions(1, 3, 2)
-    measured = omission.magnitudes(model, state.weights, batches, division)
+    batches = [Batch.from_windows(jnp.asarray(rows)) for rows in (TOKENS[:2], TOKENS[2:])]
+    measured = omission.magnitudes(model, state.weights, batches, Portions(1, 3, 2))
     x = np.asarray(state.params["embed"]["tokens"], np.float64)[TOKENS[:3, :-1]]
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     hidden = x @ np.asarray(block["mlp_in"]["kernel"][0], np.float64)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from small_models import DENSE, QUARTER
 
 from sparse_dataflow.cluster import rendezvous
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.relay.host_state import fresh_state
 from sparse_dataflow.relay.relay import Relay
@@ -28,8 +29,8 @@ def losses(mesh, ready=lambda: None):
     ready()
     state, values = fresh_state(MODEL, TRAINING), []
     for step in range(TRAINING.steps):
-        tokens = np.random.default_rng(step).integers(0, MODEL.vocab_size, (8, 12), np.int32)
-        state, report = relay.train_step(state, tokens, 5e-3)
+        windows = np.random.default_rng(step).integers(0, MODEL.vocab_size, (8, 12), np.int32)
+        state, report = relay.train_step(state, Batch.from_windows(windows), 5e-3)
         values.append(float(report.loss))
     return values
 

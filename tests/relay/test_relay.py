@@ -15,6 +15,7 @@ import small_models
 from executor_runs import MODELS
 from marks import some
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import OPTIMIZERS, TrainingConfig
@@ -45,8 +46,9 @@ def training(**changes):
     return TrainingConfig(**settings | changes)
 
 
-def tokens_of(seed, rows=4):
-    return np.random.default_rng(seed).integers(0, DENSE.vocab_size, (rows, 12), np.int32)
+def batch_of(seed, rows=4):
+    windows = np.random.default_rng(seed).integers(0, DENSE.vocab_size, (rows, 12), np.int32)
+    return Batch.from_windows(windows)
 
 
 @functools.cache
@@ -57,12 +59,12 @@ def whole_run(model, training, steps=STEPS):
         patch.setattr(whole, "UNROLL_CHANGING_LAYERS", 0)  # A loop compiles faster.
         step = (
             jax.jit(make_train_step(model, training))
-            .lower(state, tokens_of(0), np.float32(0))
+            .lower(state, batch_of(0), np.float32(0))
             .compile()
         )
     reports = []
     for number in range(steps):
-        state, report = step(state, tokens_of(number), np.float32(rate(number)))
+        state, report = step(state, batch_of(number), np.float32(rate(number)))
         reports.append((float(report.loss), jax.device_get(report.gradient_norms)))
     return reports
 
@@ -70,7 +72,7 @@ def whole_run(model, training, steps=STEPS):
 def relay_run(relay, state, steps=STEPS):
     rate, reports = learning_rate_schedule(relay.training), []
     for number in range(steps):
-        state, report = relay.train_step(state, tokens_of(number), rate(number))
+        state, report = relay.train_step(state, batch_of(number), rate(number))
         reports.append((float(report.loss), report.gradient_norms))
     return state, reports
 
@@ -185,13 +187,13 @@ def test_eager_clipping_accepts_or_skips_a_whole_step():
     for how in (training(clip=1e-2), skipping):
         relay = Relay(model, how, RelayConfig(clipping="eager"))
         limit = [np.float32(np.inf)] * bool(how.skip_spikes)
-        states.append(relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3, *limit)[0])
+        states.append(relay.train_step(fresh_state(model, how), batch_of(0), 1e-3, *limit)[0])
     for mine, theirs in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
         assert mine.tobytes() == theirs.tobytes()
     [_, state] = states
     before = jax.tree.map(np.copy, (state.params, state.moments))
     for spike in (np.float32(0), np.float32(-np.inf), np.float32(1.0)):
-        state, report = relay.train_step(state, tokens_of(1), 1e-3, spike)
+        state, report = relay.train_step(state, batch_of(1), 1e-3, spike)
         assert report.loss > spike
     for mine, theirs in zip(
         *map(jax.tree.leaves, ((state.params, state.moments), before)), strict=True
@@ -206,7 +208,7 @@ def test_eager_clipping_keeps_the_global_norm_below_the_limit():
     tight = training(clip=1e-2)
     state = fresh_state(model, tight)
     state, _ = Relay(model, tight, RelayConfig(clipping="eager")).train_step(
-        state, tokens_of(0), 0.0
+        state, batch_of(0), 0.0
     )
     # After one step the first moments are 0.1 of the clipped gradients.
     mu = next(moments.mu for moments in state.moments if hasattr(moments, "mu"))
@@ -263,7 +265,7 @@ def most_device_bytes(layers, config, slow=None, shape=None):
         if slow:
             patch.setattr(owner, name, late(getattr(owner, name)))
         for number in range(2):
-            state, _ = relay.train_step(state, tokens_of(number), 1e-3)
+            state, _ = relay.train_step(state, batch_of(number), 1e-3)
     return most
 
 
@@ -307,7 +309,7 @@ def test_only_active_blocks_change(spec):
     state = fresh_state(model, how, starting_blocks=depth.starting_blocks(3))
     for number in range(6):
         before = jax.tree.map(np.copy, state.params["blocks"])
-        state, report = relay.train_step(state, tokens_of(number), 1e-3)
+        state, report = relay.train_step(state, batch_of(number), 1e-3)
         active = depth.active(3, number, 6, how.seed)
         for block in range(3):
             changed = any(
@@ -326,11 +328,9 @@ def test_a_growing_network_starts_with_identities():
     state = fresh_state(model, how, starting_blocks=1)
     shallow = dataclasses.replace(model, num_layers=1)
     first = {**state.params, "blocks": jax.tree.map(lambda a: a[:1], state.params["blocks"])}
-    weights = np.ones((4, 11), np.float32)
+    batch = batch_of(0).weighted()
     deep, alone = (
-        Relay(model, how, eval_shape=(4, 11)).eval_step(
-            ModelWeights(params, {}), tokens_of(0), weights
-        )
+        Relay(model, how, eval_shape=(4, 11)).eval_step(ModelWeights(params, {}), batch)
         for model, params in ((model, state.params), (shallow, first))
     )
     assert deep == alone
@@ -340,7 +340,7 @@ def test_the_timeline_has_all_work_of_every_section():
     """The last block stays on the device between its two passes."""
     model, how = DENSE, training()
     relay = Relay(model, how)
-    relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+    relay.train_step(fresh_state(model, how), batch_of(0), 1e-3)
     spans = relay.timeline.spans
     for number in range(3):
         kinds = [span.kind for span in spans if span.section == f"block {number}"]
@@ -359,7 +359,7 @@ def test_a_lost_device_is_a_user_error():
 
     relay.programs = (relay.programs[0]._replace(backward=lost),)
     with pytest.raises(UserError, match=r"failed in step 1 \(INTERNAL: device lost\).*--resume"):
-        relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+        relay.train_step(fresh_state(model, how), batch_of(0), 1e-3)
 
 
 def test_a_device_lost_in_an_evaluation_is_a_user_error():
@@ -370,9 +370,8 @@ def test_a_device_lost_in_an_evaluation_is_a_user_error():
         raise jax.errors.JaxRuntimeError("INTERNAL: device lost")
 
     relay.eval_programs = (relay.eval_programs[0]._replace(forward=lost),)
-    weights = np.ones((4, 11), np.float32)
     with pytest.raises(UserError, match=r"failed in an evaluation \(INTERNAL: device lost\)"):
-        relay.eval_step(state.weights, tokens_of(0), weights)
+        relay.eval_step(state.weights, batch_of(0).weighted())
 
 
 def test_a_device_lost_in_mid_step_keeps_the_previous_step_in_the_files(tmp_path):
@@ -400,7 +399,7 @@ def test_a_device_lost_in_mid_step_keeps_the_previous_step_in_the_files(tmp_path
     files.updated = lambda section, views: (updated(section, views), sections.append(section))
     relay.programs = (relay.programs[0]._replace(backward=lost),)
     with pytest.raises(UserError, match=r"failed in step 3"):
-        relay.train_step(state, tokens_of(2), 1e-3)
+        relay.train_step(state, batch_of(2), 1e-3)
     assert sections
     files.close()
     again = MappedFiles(tmp_path, shapes, {}).restore(state.key)
@@ -424,7 +423,7 @@ def test_exhausted_page_locked_memory_names_the_setting():
 
     relay.server.pin = full
     with pytest.raises(UserError, match=rf"exhausted in step 1 .*Set {PINNED_SETTING} to"):
-        relay.train_step(fresh_state(model, how), tokens_of(0), 1e-3)
+        relay.train_step(fresh_state(model, how), batch_of(0), 1e-3)
 
 
 def test_a_relay_that_is_no_longer_used_frees_its_memory_at_once():

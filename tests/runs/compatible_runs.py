@@ -67,12 +67,13 @@ def trace_step(executor, model, training, changing):
         executor = dataclasses.replace(executor, mesh=Mesh(chosen, mesh.axis_names))
     arguments, _ = programs.abstract_arguments(executor, model, training, changing)
     limit = [jax.ShapeDtypeStruct((), "float32")] * bool(training.skip_spikes)
-    more = {}
+    state, rest, batch, rate = arguments
     if training.teacher:
-        shapes = (*shape, width), (model.vocab_size, width)
-        more["teacher"] = tuple(jax.ShapeDtypeStruct(each, "float32") for each in shapes)
-    step = jitted_train_step(model, training, executor, arguments[0])
-    jax.eval_shape(step, *arguments, *limit, **more)
+        shapes = (*shape, width), (model.vocab_size, width), ()
+        hidden, *teacher = (jax.ShapeDtypeStruct(each, "float32") for each in shapes)
+        batch = dataclasses.replace(batch, teacher_hidden=hidden, teacher=tuple(teacher))
+    step = jitted_train_step(model, training, executor, state)
+    jax.eval_shape(step, state, rest, batch, rate, *limit)
 
 
 def draw_run(draw, parallelism):

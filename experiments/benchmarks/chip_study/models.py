@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.compile import programs as described
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
@@ -125,7 +126,7 @@ def _config(sizes, scale):
 
 
 def step_shapes(model: ModelConfig, training: TrainingConfig) -> tuple:
-    """Returns the shapes of a step's state without its rest, the rest, tokens and rate."""
+    """Returns the shapes of a step's state without its rest, the rest, batch and rate."""
     return described.abstract_arguments(SINGLE_DEVICE, model, training, changing=False)[0]
 
 
@@ -171,11 +172,11 @@ class States:
         if key not in self._states:
             self._states[key] = list(fresh_state(model, training))
         shared = self._states[key]
-        tokens = steps.random_tokens(model, training)
+        batch = Batch.from_windows(steps.random_tokens(model, training))
         rate = np.float32(steps.LEARNING_RATE)
 
         def run():
-            shared[0], report = program(shared[0], shared[1], tokens, rate)
+            shared[0], report = program(shared[0], shared[1], batch, rate)
             return report.loss
 
         return run

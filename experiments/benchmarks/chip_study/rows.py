@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.training import cost
@@ -302,10 +303,10 @@ def _training_programs(sizes, chip):
     training = models.trained_training(sizes)
 
     def lowered_loss(model):
-        state, rest, tokens, _ = models.step_shapes(model, training)
-        targets = jax.ShapeDtypeStruct((tokens.shape[0], tokens.shape[1] - 1), jnp.float32)
+        state, rest, batch, _ = models.step_shapes(model, training)
+        batch = jax.eval_shape(Batch.weighted, batch)
         weights = ModelWeights(state.params, rest)
-        return jax.jit(make_eval_step(model)).lower(weights, tokens, targets)
+        return jax.jit(make_eval_step(model)).lower(weights, batch)
 
     programs: dict[str, Lower] = {}
     for name, model in models.trained_models(sizes).items():
@@ -337,12 +338,12 @@ def trainings(study: Study) -> dict[str, Any]:
 def _trained(model, training, step, loss, corpus, seconds, every):
     """Trains one model; the time of its losses does not count."""
     state, rest = models.fresh_state(model, training)
-    held_out = corpus.held_out_rows(training.batch, training.sequence)
-    targets = np.full(held_out[:, 1:].shape, 1 / held_out[:, 1:].size, np.float32)
+    windows = corpus.held_out_rows(training.batch, training.sequence)
+    held_out = Batch.from_windows(windows).weighted()
     rng, spent, steps, losses = np.random.default_rng(0), 0.0, 0, []
 
     def measure():
-        nats = float(loss(ModelWeights(state.params, rest), held_out, targets))
+        nats = float(loss(ModelWeights(state.params, rest), held_out))
         losses.append({"seconds": spent, "steps": steps, "bits_per_byte": nats / math.log(2)})
 
     measure()
@@ -353,8 +354,8 @@ def _trained(model, training, step, loss, corpus, seconds, every):
             # The rate falls to a tenth over the time, as a schedule over steps would.
             share = 1 - 0.9 * min(1.0, now / seconds)
             rate = np.float32(PEAK * share * min(1.0, (steps + 1) / WARM_UP_STEPS))
-            tokens = corpus.batch(rng, training.batch, training.sequence)
-            state, report = step(state, rest, tokens, rate)
+            batch = Batch.from_windows(corpus.batch(rng, training.batch, training.sequence))
+            state, report = step(state, rest, batch, rate)
             steps += 1
             if steps % QUEUED == 0:
                 jax.block_until_ready(report.loss)

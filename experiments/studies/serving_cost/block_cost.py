@@ -14,6 +14,7 @@ import numpy as np
 
 from sparse_dataflow.commands.measurement import provenance
 from sparse_dataflow.core import sums
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
@@ -168,7 +169,7 @@ def loss(model: ModelConfig, params: Any, windows: np.ndarray) -> float:
         whole.loss(
             model,
             weights_of(params),
-            whole.Batch(jnp.asarray(each), jnp.ones(each[:, 1:].shape)),
+            Batch.from_windows(jnp.asarray(each), jnp.ones(each[:, 1:].shape)),
         )
         for each in groups
     ]

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.executors.whole import Batch
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import make_optimizer, map_moments
 from sparse_dataflow.runs.equal_cost import stored_parameters
 
@@ -217,28 +216,26 @@ def _program(model, optimizer, vector_rate, teacher_model):
     def initial(key):
         return begin(gpt.init(model, key))
 
-    def loss_and_gradients(params, masks, tokens, teacher, weight):
+    def loss_and_gradients(params, masks, batch, teacher, weight):
         masked = jax.tree.map(jnp.multiply, params, masks)
-        teacher_output = None
         if teacher_model:
-            hidden = whole.hidden_states(teacher_model, weights_of(teacher), tokens)
+            hidden = whole.hidden_states(teacher_model, weights_of(teacher), batch.tokens)
             hidden, output = gpt.output_layer(teacher["head"], teacher["embed"]["tokens"], hidden)
-            teacher_output = TeacherOutput(hidden, output, weight)
-        metrics, gradients = whole.loss_and_gradients(
-            model, weights_of(masked), Batch(tokens, None, teacher_output)
-        )
+            batch = dataclasses.replace(batch, teacher_hidden=hidden, teacher=(output, weight))
+        metrics, gradients = whole.loss_and_gradients(model, weights_of(masked), batch)
         loss = metrics["loss"].total  # type: ignore[attr-defined]
         return loss, jax.tree.map(jnp.multiply, gradients, masks), masked
 
     def chunk(state, masks, rates, tokens, teacher, weight, *, scored):
         def body(state, now):
-            (params, moments), (rate, batch) = state, now
+            (params, moments), (rate, windows) = state, now
+            batch = Batch.from_windows(windows)
             loss, gradients, masked = loss_and_gradients(params, masks, batch, teacher, weight)
             scores: Any = ()
             if scored:
                 scores = {
                     "products": jax.tree.map(jnp.multiply, masked, gradients)["blocks"],
-                    "inputs": inputs.mean_squares(model, masked, batch[:, :-1]),
+                    "inputs": inputs.mean_squares(model, masked, batch.tokens),
                 }
             updates, moments = transform.update(
                 gradients, moments, masked, weights=weights_of(masked), learning_rate=rate
@@ -251,9 +248,9 @@ def _program(model, optimizer, vector_rate, teacher_model):
 
     @jax.jit
     def losses(params, windows):
-        def body(total, tokens):
-            even = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
-            return total + whole.loss(model, weights_of(params), Batch(tokens, even)), None
+        def body(total, rows):
+            batch = Batch.from_windows(rows).weighted()
+            return total + whole.loss(model, weights_of(params), batch), None
 
         return jax.lax.scan(body, jnp.zeros(()), windows)[0] / len(windows)
 

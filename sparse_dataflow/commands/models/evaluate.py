@@ -304,16 +304,14 @@ def _losses(trained, held_out, answers, forward, limits):
     kind = AnswerEvalBatches if answers else EvalBatches
     batches = kind(held_out, limits.rows(sequence), sequence, FINAL_WINDOWS)
     places = limits.all_positions(sequence)
-    losses, examples = [], []
+    losses = []
     for batch in batches:
-        counted = batch["token_weights"].reshape(-1) > 0
-        batch_losses = np.asarray(forward(batch["tokens"], places)[0], np.float64)
+        counted = batch.token_weights.reshape(-1) > 0
+        batch_losses = np.asarray(forward(batch.unweighted, places)[0], np.float64)
         losses.append(batch_losses.reshape(-1)[counted])
-        if answers:
-            examples.append(batch["examples"].reshape(-1)[counted])
     size = batches.total_bytes(trained.tokenizer.token_bytes)
-    if answers:
-        return np.concatenate(losses), np.concatenate(examples), size
+    if isinstance(batches, AnswerEvalBatches):
+        return np.concatenate(losses), batches.examples, size
     ends = np.asarray(held_out[: batches.total_tokens]) == trained.tokenizer.eot_id
     # A target at place i belongs to the document after as many ends as stand before it.
     return np.concatenate(losses), np.cumsum(ends), size

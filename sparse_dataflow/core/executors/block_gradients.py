@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -22,18 +24,18 @@ from sparse_dataflow.core.model.stacks import ModelWeights, layouts_by_name, map
 def block_gradient_norms(
     model: ModelConfig,
     weights: ModelWeights,
-    tokens: jax.Array,
+    batch: Batch,
     rank: whole.Rank = whole.SINGLE_RANK,
     axes: tuple[str, ...] = (),
 ) -> dict[str, jax.Array]:
-    """Returns the block norms of the dense gradient of the mean loss over the tokens.
+    """Returns the block norms of the dense gradient of the loss of a batch.
 
     Runs one forward and one backward pass without weight gradients. The backward pass forms xᵀ dy
     of one projection of one layer at a time and keeps only its block norms.
 
     Args:
       weights: of the model, with layouts that may change.
-      tokens: int32 [rows, sequence + 1].
+      batch: the rank's rows.
       rank: device whose weights these are.
       axes: axes of `shard_map` that shard the rows.
 
@@ -46,7 +48,6 @@ def block_gradient_norms(
     ]
     summed = axes if rank.context is None else (*axes, rank.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
-    mean = jnp.full(tokens[:, 1:].shape, 1 / (shares * tokens[:, 1:].size), jnp.float32)
 
     def loss(norms):
         probes = [
@@ -55,7 +56,7 @@ def block_gradient_norms(
         ]
         rest = merged({"blocks": join_groups(probes)}, weights.rest)
         probed = dataclasses.replace(weights, rest=rest)
-        return whole.loss(model, probed, whole.Batch(tokens, mean), rank)
+        return whole.loss(model, probed, batch.weighted(shares), rank)
 
     # The loss does not depend on these zeros. A `Probed` weight returns the norms of xᵀ dy as their
     # gradient. So norms leave a scanned backward pass as gradients do.
@@ -67,7 +68,7 @@ def mask_gradient_norms(
     loss_and_gradients: Callable,
     model: ModelConfig,
     weights: ModelWeights,
-    tokens: jax.Array,
+    batch: Batch,
     features: np.ndarray | None = None,
 ) -> dict[str, jax.Array]:
     """Returns the norms of the dense gradient of masked weights, by the blocks of their masks.
@@ -75,7 +76,7 @@ def mask_gradient_norms(
     Args:
       loss_and_gradients: of an executor.
       weights: of the model, as placed.
-      tokens: int32 [rows, sequence + 1].
+      batch: as the executor puts it.
       features: order of the residual stream's features as placed; None for that of the model.
 
     Returns:
@@ -84,7 +85,7 @@ def mask_gradient_norms(
     if not model.masked_projections:
         return {}
     opened = opened_masks(weights)
-    _, gradients = loss_and_gradients(model, opened, whole.Batch(tokens), whole.Accumulation())
+    _, gradients = loss_and_gradients(model, opened, batch, whole.Accumulation())
     groups = [
         norms_of_masks(model, _in_order(model, group, features))
         for group in split_groups(gradients["blocks"])
@@ -140,6 +141,13 @@ class Portions(NamedTuple):
     calls: int
     per_batch: int
 
+    def divide(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the rows of each call; their targets count equally."""
+        for done, batch in zip(range(0, self.calls, self.per_batch), batches):
+            for call in range(min(self.per_batch, self.calls - done)):
+                rows = slice(call * self.rows, (call + 1) * self.rows)
+                yield batch.unweighted.map_rows(operator.itemgetter(rows))
+
 
 def portions(training: TrainingConfig, sequences: int) -> Portions:
     """Returns the portions of at least `sequences` sequences: micro-batches, or fewer rows."""
@@ -148,8 +156,8 @@ def portions(training: TrainingConfig, sequences: int) -> Portions:
 
 
 def mean_norms(
-    measure: Callable[[Any], Mapping[str, np.ndarray]],
-    batches: Iterable[Any],
+    measure: Callable[[Batch], Mapping[str, np.ndarray]],
+    batches: Iterable[Batch],
     division: Portions,
 ) -> dict[str, np.ndarray]:
     """Returns the root mean square of block gradient norms over portions of training batches.
@@ -158,14 +166,11 @@ def mean_norms(
     as much of the gradient of many sequences as ranked by the norm of the summed gradient.
 
     Args:
-      measure: int32 [rows, sequence + 1] tokens -> {projection: norms}.
-      batches: int32 [batch, sequence + 1] tokens of enough batches.
+      measure: batch -> {projection: norms}.
+      batches: enough training batches.
     """
     totals: dict[str, np.ndarray] = {}
-    rows, calls, per_batch = division
-    for batch, tokens in zip(range(0, calls, per_batch), batches):
-        for portion in range(min(per_batch, calls - batch)):
-            norms = jax.device_get(measure(tokens[portion * rows : (portion + 1) * rows]))
-            for name, norm in norms.items():
-                totals[name] = totals.get(name, 0.0) + np.square(norm, dtype=np.float64)
-    return {name: np.sqrt(total / calls) for name, total in totals.items()}
+    for portion in division.divide(batches):
+        for name, norm in jax.device_get(measure(portion)).items():
+            totals[name] = totals.get(name, 0.0) + np.square(norm, dtype=np.float64)
+    return {name: np.sqrt(total / division.calls) for name, total in totals.items()}

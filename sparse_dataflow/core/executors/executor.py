@@ -3,20 +3,23 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.executors.whole import Accumulation, Batch
+from sparse_dataflow.core.executors.whole import Accumulation
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.step_metrics import Metrics
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.config.depth import DepthSchedule
+
+T = TypeVar("T")
 
 
 def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
@@ -107,13 +110,15 @@ class Executor:
         """
         return weights if changing else weights.with_fixed_layouts()
 
-    def arrays(self, state: Any, model: ModelConfig, changing: bool, batch: dict) -> dict[str, Any]:
+    def arrays(
+        self, state: Any, model: ModelConfig, changing: bool, batch: Batch
+    ) -> dict[str, Any]:
         """Returns {group: tree of shapes, dtypes and shardings} of all resident training arrays.
 
         Args:
           state: shapes, with canonical layouts in numpy.
           changing: as in `place_layouts`.
-          batch: shapes of a whole batch by name.
+          batch: shapes of a whole batch.
         """
         frozen, layouts = split_layouts(self.place_layouts(state.weights, model, changing).rest)
         return {
@@ -136,8 +141,8 @@ class Executor:
         """Returns the rows of a batch that this process loads; None for all."""
         return None
 
-    def put(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, Any]:
-        """Returns the batch of `rows` rows on the devices, from this process's rows."""
+    def put(self, batch: T, rows: int) -> T:
+        """Returns a batch, or an array, of `rows` rows on the devices, from this process's rows."""
         return batch
 
 
@@ -158,22 +163,22 @@ class TracedExecutor(Executor):
         return whole.loss_and_gradients(model, weights, batch, how)
 
     def block_gradient_norms(
-        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+        self, model: ModelConfig, weights: ModelWeights, batch: Batch
     ) -> dict[str, jax.Array]:
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
         from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 
-        return block_gradient_norms(model, weights, tokens)
+        return block_gradient_norms(model, weights, batch)
 
     def growth_norms(
-        self, model: ModelConfig, weights: ModelWeights, tokens: jax.Array
+        self, model: ModelConfig, weights: ModelWeights, batch: Batch
     ) -> dict[str, jax.Array]:
         """Returns the norms of the dense gradient by which stored blocks and masks grow."""
         from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
 
-        norms = self.block_gradient_norms(model, weights, tokens) if weights.has_layouts else {}
+        norms = self.block_gradient_norms(model, weights, batch) if weights.has_layouts else {}
         features = self.residual_order(model)
-        masks = mask_gradient_norms(self.loss_and_gradients, model, weights, tokens, features)
+        masks = mask_gradient_norms(self.loss_and_gradients, model, weights, batch, features)
         return norms | masks
 
     def residual_order(self, model: ModelConfig) -> np.ndarray | None:

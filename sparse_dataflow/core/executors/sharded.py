@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,19 +103,19 @@ class Sharded(TracedExecutor):
 
         return self._mapped(local, (specs, P(BATCH_AXES)), P())(weights, batch)
 
-    def token_scores(self, model, weights, tokens, places):
+    def token_scores(self, model, weights, batch, places):
         """Returns `whole.token_scores` as [batch shards, S] each.
 
         `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
         """
         rank, specs, _ = self._rank(model, weights)
 
-        def local(weights, tokens, places):
-            scores = whole.token_scores(model, local_weights(weights), tokens, places[0], rank)
+        def local(weights, batch, places):
+            scores = whole.token_scores(model, local_weights(weights), batch, places[0], rank)
             return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
-        return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, tokens, places)
+        return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, batch, places)
 
     def loss_and_gradients(self, model, weights, batch, how):
         rank, specs, gradient_specs = self._rank(model, weights)
@@ -136,19 +135,19 @@ class Sharded(TracedExecutor):
         rows = P(BATCH_AXES)
         return self._mapped(function, (P(), rows), rows)
 
-    def block_gradient_norms(self, model, weights, tokens):
+    def block_gradient_norms(self, model, weights, batch):
         rank, specs, _ = self._rank(model, weights)
         # A norm of the whole rows is not the sum of norms of their parts.
         rank = dataclasses.replace(rank, sub_batches=1)
-        axes = self._measured_axes(tokens)
+        axes = self._measured_axes(batch)
 
-        def local(weights, tokens):
-            norms = block_gradient_norms(model, local_weights(weights), tokens, rank, axes)
+        def local(weights, batch):
+            norms = block_gradient_norms(model, local_weights(weights), batch, rank, axes)
             return self._summed_strips(norms)
 
         out_specs = norm_specs(split_groups(stacks.layouts_by_name(weights.merged))[0])
         measure = self._mapped(local, (specs, P(axes or None)), out_specs)
-        return self._one_copy(measure(weights, tokens), model)
+        return self._one_copy(measure(weights, batch), model)
 
     def _summed_strips(self, norms):
         """Returns norms of blocks from those of the strips of each that "feature" cuts."""
@@ -157,9 +156,9 @@ class Sharded(TracedExecutor):
         squares = jax.tree.map(jnp.square, norms)
         return jax.tree.map(jnp.sqrt, lax.psum(squares, "feature"))
 
-    def _measured_axes(self, tokens):
+    def _measured_axes(self, batch):
         """Returns the axes that shard measured rows; none if they are too few for all devices."""
-        return () if len(tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
+        return () if len(batch.tokens) % meshes.batch_shards(self.mesh) else BATCH_AXES
 
     def _one_copy(self, norms, model):
         """Returns norms [layers, in_blocks, out_blocks] with one copy of each key/value head."""
@@ -375,14 +374,12 @@ class Sharded(TracedExecutor):
 
             return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)
 
-        return {name: put_array(array) for name, array in batch.items()}
+        return jax.tree.map(put_array, batch)
 
 
 def batch_specs(batch):
-    """Returns the partition specs of a `whole.Batch`."""
-    rows: Any = P(BATCH_AXES)
-    teacher_output = batch.teacher and batch.teacher._replace(x=rows, embedding=P(), weight=P())
-    return whole.Batch(rows, None if batch.token_weights is None else rows, teacher_output)
+    """Returns the partition specs of a `Batch`."""
+    return jax.tree.map(lambda _: P(), batch).map_rows(lambda _: P(BATCH_AXES))
 
 
 def norm_specs(projections):

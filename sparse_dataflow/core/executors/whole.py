@@ -13,18 +13,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sparse_dataflow.core import step_metrics
+from sparse_dataflow.core.batch import NO_BATCH, Batch
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
-from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.step_metrics import Metrics
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def apply_blocks(
     weights: ModelWeights,
     x_BxTxD: jax.Array,
     rank: Rank = SINGLE_RANK,
-    context: BatchContext = NO_CONTEXT,
+    batch: Batch = NO_BATCH,
 ) -> tuple[jax.Array, Any]:
     """Runs all blocks on [B, T, D].
 
@@ -167,13 +166,13 @@ def apply_blocks(
     blocks = stacks.with_groups(weights.merged["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
-    xs, contexts = sub_batches(rank, x_BxTxD, context.for_blocks())
+    xs, batches = sub_batches(rank, x_BxTxD, batch.for_blocks())
     groups = zip(layer_groups(config), split_groups(blocks), strict=True)
     for group, (layer_group, stacked) in enumerate(groups):
         layers = layer_group.layers
         group_kinds = tuple(zip(kinds, models))[layers.start : layers.stop]
         run = {
-            each: _layer(each[1], rank, group, contexts, each[0])
+            each: _layer(each[1], rank, group, batches, each[0])
             for each in dict.fromkeys(group_kinds)
         }
         if config.shared_layers:
@@ -198,14 +197,14 @@ def apply_blocks(
 
 
 def sub_batches(
-    rank: Rank, x_BxTxD: jax.Array, context: BatchContext
-) -> tuple[list[jax.Array], list[BatchContext]]:
-    """Returns the rows and the context of each of the rank's `sub_batches`."""
+    rank: Rank, x_BxTxD: jax.Array, batch: Batch
+) -> tuple[list[jax.Array], list[Batch]]:
+    """Returns the residual stream and the batch of each of the rank's `sub_batches`."""
     # An evaluation may have fewer rows than parts.
     count = math.gcd(rank.sub_batches, len(x_BxTxD))
-    splits = {name: _split(array, count) for name, array in context.rows.items()}
+    splits = {name: _split(array, count) for name, array in batch.rows.items()}
     rows = [{name: split[i] for name, split in splits.items()} for i in range(count)]
-    return _split(x_BxTxD, count), list(map(context.with_rows, rows))
+    return _split(x_BxTxD, count), list(map(batch.with_rows, rows))
 
 
 def _split(rows, count):
@@ -213,12 +212,12 @@ def _split(rows, count):
 
 
 def run_sub_batches(
-    block: Callable[[jax.Array, BatchContext], tuple[jax.Array, Metrics]],
+    block: Callable[[jax.Array, Batch], tuple[jax.Array, Metrics]],
     xs: list[jax.Array],
-    contexts: list[BatchContext],
+    batches: list[Batch],
 ) -> tuple[list[jax.Array], Metrics]:
     """Applies a block to each of `sub_batches`; returns their rows, and the metrics of all."""
-    outputs = [block(x, context) for x, context in zip(xs, contexts, strict=True)]
+    outputs = [block(x, batch) for x, batch in zip(xs, batches, strict=True)]
     metrics = functools.reduce(step_metrics.combined, (metrics for _, metrics in outputs))
     return [x for x, _ in outputs], metrics
 
@@ -260,14 +259,14 @@ def _scan(run, loops, x, stacked):
     return x, metrics
 
 
-def _layer(config, rank, group, contexts, kind):
+def _layer(config, rank, group, batches, kind):
     """Returns a function (xs, parameters of a layer) -> (xs, metrics), with the remat policy of a
-    kind; `xs` and `contexts` are lists over parts of the rows."""
+    kind; `xs` and `batches` are lists over parts of the rows."""
 
     def run(xs, layer):
         weights = layer_weights(config, rank.section({"blocks": layer}, "blocks", group))
         block = functools.partial(gpt.block, config, weights)
-        return run_sub_batches(lambda x, at: block(x, at, rank.shard, rank.attend), xs, contexts)
+        return run_sub_batches(lambda x, at: block(x, at, rank.shard, rank.attend), xs, batches)
 
     if kind != "none":
         # A GPU scans these layers: recomputation is in another loop, so nothing can merge it with
@@ -341,23 +340,6 @@ def _unstack(params):
     return [jax.tree.unflatten(structure, layer) for layer in zip(*columns)]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Batch:
-    """The sequences of a step.
-
-    Attributes:
-      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.  With
-        `ModelConfig.mask_documents`, each attends within its document.
-      token_weights: float32 [B, T], of the losses of the targets; None for their mean.
-      teacher: what a teacher says of the tokens, x [B, T, D of the teacher]; None without one.
-    """
-
-    tokens: Any
-    token_weights: Any = None
-    teacher: TeacherOutput | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
     """How the gradient of a batch is summed.
@@ -394,57 +376,44 @@ def measured_loss(
     """
     params = weights.merged
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
-    context = rank_context(config, batch, rank, padded)
-    x, table, metrics = _residual(config, embed, weights, batch.tokens, context, rank)
+    batch = local_batch(config, batch, rank, padded)
+    x, table, metrics = _residual(config, embed, weights, batch, rank)
     with jax.named_scope("head"):
-        total, head_metrics = gpt.head_loss(config, head, table, x, context, rank.shard)
+        total, head_metrics = gpt.head_loss(config, head, table, x, batch, rank.shard)
     return total, {**head_metrics, **metrics}
 
 
-def batch_context(config: ModelConfig, batch: Batch, padded: bool = False) -> BatchContext:
-    """Returns what the sections read of a batch; `routed` of a batch of one device.
+def local_batch(
+    config: ModelConfig, batch: Batch, rank: Rank = SINGLE_RANK, padded: bool = False
+) -> Batch:
+    """Returns the tokens of a rank, with all that the sections read of them but `routed`.
 
     Args:
-      batch: with weights of the targets.
+      batch: all tokens of the rank's rows.
+      rank: device whose rows these are.
       padded: whether ends of text before an end of text are padding, which has no experts.
     """
-    tokens, teacher = batch.tokens, batch.teacher
-    return BatchContext(
-        documents=(
-            document_numbers(tokens[:, :-1], config.vocab_size - 1)
-            if config.mask_documents
-            else None
-        ),
-        real=_real(config, tokens) if config.experts and padded else None,
-        targets=tokens[:, 1:],
-        token_weights=batch.token_weights,
-        teacher_hidden=teacher and teacher.x,
-        teacher=teacher and (teacher.embedding, teacher.weight),
-    )
-
-
-def rank_context(
-    config: ModelConfig, batch: Batch, rank: Rank, padded: bool = False
-) -> BatchContext:
-    """Returns `batch_context` of the tokens of a rank."""
-    context = batch_context(config, batch, padded)
+    if config.mask_documents:
+        documents = document_numbers(batch.tokens, config.vocab_size - 1)
+        batch = dataclasses.replace(batch, documents=documents)
+    if config.experts and padded:
+        batch = dataclasses.replace(batch, real=_real(config, batch))
     if rank.context is None:
-        return context
-    config.check_context(batch.tokens.shape[1] - 1)
+        return batch
+    length = batch.tokens.shape[1]
+    config.check_context(length)
     # Attention reads the documents of all tokens.
-    local = {name: rank.local_tokens(a) for name, a in context.rows.items() if name != "documents"}
-    positions = rank.context.positions(batch.tokens.shape[1] - 1)
-    return dataclasses.replace(context.with_rows(local), positions=positions)
+    local = {name: rank.local_tokens(a) for name, a in batch.rows.items() if name != "documents"}
+    return dataclasses.replace(batch.with_rows(local), positions=rank.context.positions(length))
 
 
-def _residual(config, embed, weights, tokens, context, rank):
+def _residual(config, embed, weights, batch, rank):
     """Returns the residual stream [B, T, D] after all blocks, the token embedding, and the blocks'
     metrics."""
     with jax.named_scope("embed"):
-        inputs = rank.local_tokens(tokens[:, :-1])
-        x, table = gpt.embed_and_table(config, embed, inputs, context, rank.shard)
+        x, table = gpt.embed_and_table(config, embed, batch.tokens, batch, rank.shard)
     with jax.named_scope("blocks"):
-        x, metrics = apply_blocks(config, weights, x, rank, context)
+        x, metrics = apply_blocks(config, weights, x, rank, batch)
     return x, table, metrics
 
 
@@ -453,38 +422,24 @@ def routed_tokens(
 ) -> Any:
     """Returns the number of tokens of a batch, on all devices, that have experts; at least 1."""
     if not padded:
-        return batch.tokens[:, 1:].size * rank.batch_shards
-    count, axes = rank.local_tokens(_real(config, batch.tokens)).sum(), rank.shard.row_axes
+        return batch.targets.size * rank.batch_shards
+    count, axes = rank.local_tokens(_real(config, batch)).sum(), rank.shard.row_axes
     return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
-
-
-def with_token_weights(batch: Batch, shards: int = 1) -> Batch:
-    """Returns the batch with weights of its targets; without any, those of their mean.
-
-    Args:
-      shards: number of shards of the rows, each of which is a `batch`.
-    """
-    if batch.token_weights is not None:
-        return batch
-    targets = batch.tokens[:, 1:]
-    xp: Any = np if isinstance(targets, np.ndarray) else jnp  # The relay's batch is on the host.
-    mean = xp.full(targets.shape, 1 / (targets.size * shards), np.float32)
-    return dataclasses.replace(batch, token_weights=mean)
 
 
 def micro_batches(
     config: ModelConfig, batch: Batch, count: int, rank: Rank = SINGLE_RANK, padded: bool = False
-) -> tuple[Any, BatchContext]:
-    """Returns a rank's inputs of a batch and its `rank_context`, as `count` micro-batches.
+) -> Batch:
+    """Returns the `local_batch` of a rank as `count` micro-batches.
 
     What has rows [B, ...] becomes [count, B / count, ...].
     """
     split = functools.partial(split_rows, config, count=count)
-    context = rank_context(config, batch, rank, padded).map_rows(split)
-    if config.experts:
-        routed = jnp.float32(routed_tokens(config, batch, rank, padded))
-        context = dataclasses.replace(context, routed=routed)
-    return split(rank.local_tokens(batch.tokens[:, :-1])), context
+    local = local_batch(config, batch, rank, padded).map_rows(split)
+    if not config.experts:
+        return local
+    routed = jnp.float32(routed_tokens(config, batch, rank, padded))
+    return dataclasses.replace(local, routed=routed)
 
 
 def split_rows(config: ModelConfig, rows: T, count: int) -> T:
@@ -498,24 +453,24 @@ def split_rows(config: ModelConfig, rows: T, count: int) -> T:
     return rows.reshape(-1, count, *rows.shape[1:]).swapaxes(0, 1)
 
 
-def _real(config, tokens):
+def _real(config, batch):
     """Returns whether each input is no padding, bool [B, T]: the end of text before another."""
-    ends = tokens == config.vocab_size - 1
-    return ~(ends[:, :-1] & ends[:, 1:])
+    end = config.vocab_size - 1
+    return ~((batch.tokens == end) & (batch.targets == end))
 
 
 def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
-    """Returns the normalised hidden states [B, T, D] of int32 [B, T + 1] tokens but the last."""
+    """Returns the normalised hidden states [B, T, D] of int32 [B, T] tokens."""
     params = weights.merged
-    context = batch_context(config, Batch(tokens))
-    x, _, _ = _residual(config, params["embed"], weights, tokens, context, SINGLE_RANK)
+    batch = local_batch(config, Batch(tokens))
+    x, _, _ = _residual(config, params["embed"], weights, batch, SINGLE_RANK)
     return gpt.head(config, params["head"], x)
 
 
 def token_scores(
     config: ModelConfig,
     weights: ModelWeights,
-    tokens: jax.Array,
+    batch: Batch,
     places: jax.Array,
     rank: Rank = SINGLE_RANK,
 ) -> tuple[jax.Array, jax.Array]:
@@ -524,7 +479,7 @@ def token_scores(
     Needs as much memory as `loss`.
 
     Args:
-      tokens: int32 [B, T + 1]; the first T are inputs, the last T targets.
+      batch: tokens and targets.
       places: int32 [S], indices into the B * T targets; the others cost no logits.
       rank: device whose rows and weights these are.
 
@@ -533,14 +488,13 @@ def token_scores(
     """
     params = weights.merged
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
-    positions = rank.context.positions(tokens.shape[1] - 1) if rank.context else None
-    context = BatchContext(positions)
-    x = gpt.embed(config, embed, rank.local_tokens(tokens[:, :-1]), context, rank.shard)
-    x, _ = apply_blocks(config, weights, x, rank, context)
+    positions = rank.context.positions(batch.tokens.shape[1]) if rank.context else None
+    local = Batch(rank.local_tokens(batch.tokens), positions=positions)
+    x = gpt.embed(config, embed, local.tokens, local, rank.shard)
+    x, _ = apply_blocks(config, weights, x, rank, local)
     if rank.context is not None:
         x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
-    targets = tokens[:, 1:]
-    return gpt.head_scores(config, head, embed["tokens"], x, targets, places, rank.shard)
+    return gpt.head_scores(config, head, embed["tokens"], x, batch.targets, places, rank.shard)
 
 
 def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
@@ -568,17 +522,13 @@ def loss_and_gradients(
     is divided by the tokens of the batch that are no padding.
     """
     # Batches whose targets have weights are rows of text, padded at their end.
-    padded, teacher = batch.token_weights is not None, batch.teacher
-    batch = with_token_weights(batch, rank.batch_shards)
+    padded, batch = batch.token_weights is not None, batch.weighted(rank.batch_shards)
 
-    def micro_batch(params, tokens, weight, *hidden):
-        teacher_output = teacher._replace(x=hidden[0]) if teacher else None
-        part_of_batch = Batch(tokens, weight, teacher_output)
-
+    def micro_batch(params, rows):
         def share(gradients):
             traced = jax.tree.map(Traced, params, gradients)
             traced = dataclasses.replace(weights, params=traced)
-            value, metrics = measured_loss(config, traced, part_of_batch, rank, padded)
+            value, metrics = measured_loss(config, traced, batch.with_rows(rows), rank, padded)
             if config.experts:
                 from sparse_dataflow.core.model.experts import auxiliary_loss
 
@@ -595,13 +545,12 @@ def loss_and_gradients(
 
     params = weights.params
     routed = routed_tokens(config, batch, rank, padded) if config.experts else 0
-    arrays = (batch.tokens, batch.token_weights, *((teacher.x,) if teacher else ()))
     if how.micro_batches == 1:
-        return micro_batch(params, *arrays)
-    batches = tuple(split_rows(config, array, how.micro_batches) for array in arrays)
+        return micro_batch(params, batch.rows)
+    split = batch.map_rows(lambda rows: split_rows(config, rows, how.micro_batches)).rows
 
-    def accumulate(total, arrays):
-        return step_metrics.combined(total, micro_batch(params, *arrays)), None
+    def accumulate(total, rows):
+        return step_metrics.combined(total, micro_batch(params, rows)), None
 
-    shapes = jax.eval_shape(micro_batch, params, *(a[0] for a in batches))
-    return lax.scan(accumulate, step_metrics.empty(shapes), batches)[0]
+    shapes = jax.eval_shape(micro_batch, params, {name: rows[0] for name, rows in split.items()})
+    return lax.scan(accumulate, step_metrics.empty(shapes), split)[0]

@@ -52,6 +52,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from sparse_dataflow.core.batch import NO_BATCH, Batch
 from sparse_dataflow.core.config.attention_settings import (
     ALL_HEADS,
     EACH_HEAD,
@@ -62,7 +63,6 @@ from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import left_out, scales
-from sparse_dataflow.core.model.batch_context import NO_CONTEXT, BatchContext
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import module_arrays
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
@@ -89,7 +89,7 @@ class Embed(nnx.Module):
         self.dtype = jnp.dtype(config.compute_dtype)
         self.scale = scales.embedding_scale(config)
 
-    def __call__(self, tokens_BxT, context=NO_CONTEXT, shard=UNSHARDED):
+    def __call__(self, tokens_BxT, batch=NO_BATCH, shard=UNSHARDED):
         """Embeds int32 [B, T] -> [B, T, D] in the compute dtype, and returns the token embedding.
 
         Under a shard, the result has T / devices tokens.
@@ -109,10 +109,10 @@ class Embed(nnx.Module):
             x_BxTxD *= jnp.asarray(self.scale, self.dtype)
         if self.learned:
             table_LxD = self.positions[...].astype(self.dtype)
-            if context.positions is None:
+            if batch.positions is None:
                 positions = table_LxD[: tokens_BxT.shape[1]]
             else:
-                positions = lookup(table_LxD, context.positions)
+                positions = lookup(table_LxD, batch.positions)
             positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
             x_BxTxD += broadcast_like(positions, x_BxTxD)
         return x_BxTxD, table_VxD
@@ -156,30 +156,30 @@ class Block(Mlp):
         self.config = config
         self.query_scale = scales.query_scale(config)
 
-    def __call__(self, x_BxTxD, context=NO_CONTEXT, shard=UNSHARDED, attend=causal_attention):
+    def __call__(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=causal_attention):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
 
         Args:
           x_BxTxD: residual stream.
-          context: positions, documents and padding of the tokens.
+          batch: positions, documents and padding of the tokens.
           shard: shard of the weights.
           attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
             values like keys, window=config.window, cap=config.attention_cap), with `documents` if
-            the context has them.
+            the batch has them.
         """
-        return self.residuals(x_BxTxD, context, shard, attend)[1]
+        return self.residuals(x_BxTxD, batch, shard, attend)[1]
 
-    def residuals(self, x_BxTxD, context=NO_CONTEXT, shard=UNSHARDED, attend=causal_attention):
+    def residuals(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=causal_attention):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the metrics
         of the block."""
-        x_BxTxD, normed = self.attention(x_BxTxD, context, shard, attend)
+        x_BxTxD, normed = self.attention(x_BxTxD, batch, shard, attend)
         if self.config.experts:
-            y_BxTxD, metrics = self.experts(normed, shard, context.real)
+            y_BxTxD, metrics = self.experts(normed, shard, batch.real)
         else:
             y_BxTxD, metrics = self.mlp(normed, shard), {}
         return x_BxTxD, self.add_mlp(x_BxTxD, y_BxTxD, shard), metrics
 
-    def attention(self, x_BxTxD, context, shard, attend):
+    def attention(self, x_BxTxD, batch, shard, attend):
         """Returns the residual stream [B, T, D] after attention, and the input of the MLP, with
         the tokens of all devices of the shard."""
         config = self.config
@@ -191,11 +191,11 @@ class Block(Mlp):
         if config.positions == "rotary":
             from sparse_dataflow.core.model.rotary import rotate
 
-            q, k = (rotate(config, heads, context.positions) for heads in (q, k))
+            q, k = (rotate(config, heads, batch.positions) for heads in (q, k))
         if self.query_scale != 1:
             q *= self.query_scale
-        if context.documents is not None:
-            attend = functools.partial(attend, documents=context.documents)
+        if batch.documents is not None:
+            attend = functools.partial(attend, documents=batch.documents)
         with jax.named_scope("attention"):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
@@ -355,7 +355,7 @@ def embed(
     config: ModelConfig,
     params: dict,
     tokens_BxT: jax.Array,
-    context: BatchContext = NO_CONTEXT,
+    batch: Batch = NO_BATCH,
     shard: Shard = UNSHARDED,
 ) -> jax.Array:
     """First section: int32 [B, T] -> [B, T, D] in the compute dtype; T / devices under a shard.
@@ -363,7 +363,7 @@ def embed(
     Args:
       params: of the section "embed".
       tokens_BxT: token ids.
-      context: positions of the tokens.
+      batch: positions of the tokens.
       shard: shard of the parameters.
 
     Raises:
@@ -372,27 +372,27 @@ def embed(
     if isinstance(table := params["tokens"], Weight):  # In a form for decoding.
         params = {**params, "tokens": table.columns(tokens_BxT.reshape(-1))}
         tokens_BxT = jnp.arange(tokens_BxT.size).reshape(tokens_BxT.shape)
-    return embed_and_table(config, params, tokens_BxT, context, shard)[0]
+    return embed_and_table(config, params, tokens_BxT, batch, shard)[0]
 
 
 def embed_and_table(
     config: ModelConfig,
     params: dict,
     tokens_BxT: jax.Array,
-    context: BatchContext = NO_CONTEXT,
+    batch: Batch = NO_BATCH,
     shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `embed`, and the token embedding for a tied output layer in the same program: the
     gradient of the lookup is added to that of the output layer."""
     config.check_context(tokens_BxT.shape[1])
-    return _bind(Embed, config, params)(tokens_BxT, context, shard)
+    return _bind(Embed, config, params)(tokens_BxT, batch, shard)
 
 
 def block(
     config: ModelConfig,
     weights: dict,
     x_BxTxD: jax.Array,
-    context: BatchContext = NO_CONTEXT,
+    batch: Batch = NO_BATCH,
     shard: Shard = UNSHARDED,
     attend: Callable = causal_attention,
 ) -> tuple[jax.Array, Metrics]:
@@ -402,18 +402,18 @@ def block(
     The gradient of a single block needs `with_auxiliary_losses`.
     """
     module = bind_block(config, shard.local(weights))
-    return module.residuals(x_BxTxD, context, shard, attend)[1:]
+    return module.residuals(x_BxTxD, batch, shard, attend)[1:]
 
 
 def with_auxiliary_losses(
-    config: ModelConfig, x: jax.Array, metrics: Metrics, context: BatchContext, shard: Shard
+    config: ModelConfig, x: jax.Array, metrics: Metrics, batch: Batch, shard: Shard
 ) -> jax.Array:
     """Returns the output of a block, whose gradient has the auxiliary losses of its experts too."""
     if not config.experts:
         return x
     from sparse_dataflow.core.model.experts import auxiliary_loss, with_loss
 
-    return with_loss(x, auxiliary_loss(config, metrics) / (context.routed * shard.devices))
+    return with_loss(x, auxiliary_loss(config, metrics) / (batch.routed * shard.devices))
 
 
 def bind_block(config: ModelConfig, weights: dict) -> Block:
@@ -456,12 +456,12 @@ def head_loss(
     params: dict,
     embedding_VxD: jax.Array,
     x_BxTxD: jax.Array,
-    context: BatchContext,
+    batch: Batch,
     shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, Metrics]:
     """Last section: float32 sum of weights * negative log-likelihood, in nats; and its metrics.
 
-    The context has the targets and their weights.  If it has a teacher, the result is
+    The batch has the targets and their weights.  If it has a teacher, the result is
     `distillation_loss`.
 
     The output layer is "output" of the params, else the token embedding.
@@ -470,11 +470,8 @@ def head_loss(
     device's share of the sum.
     """
     x = head(config, params, x_BxTxD, shard)
-    targets_BxT, weights_BxT, teacher_hidden = (
-        context.targets,
-        context.token_weights,
-        context.teacher_hidden,
-    )
+    targets_BxT, weights_BxT = batch.targets, batch.token_weights
+    teacher_hidden = batch.teacher_hidden
     if shard.vocabulary:
         x = shard.gather(x)
     else:
@@ -485,8 +482,8 @@ def head_loss(
     x_NxD, targets, weights = _rows(x), targets_BxT.reshape(-1), weights_BxT.reshape(-1)
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
     axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
-    if context.teacher is not None:
-        teacher = TeacherOutput(_rows(teacher_hidden), *context.teacher)
+    if batch.teacher is not None:
+        teacher = TeacherOutput(_rows(teacher_hidden), *batch.teacher)
         loss = distillation_loss(x_NxD, output, targets, weights, teacher, axes, size)
     else:
         loss = cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)

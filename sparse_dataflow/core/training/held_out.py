@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparse_dataflow.core import sums
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.programs import Compiled, EvalBatches, HeldOut, TrainingData
 
@@ -14,15 +15,15 @@ Nats = list[tuple[float, float]]
 """Of each batch, the sum of its weighted losses in nats, and the sum of the weights."""
 
 
-def nats(programs: Compiled, weights: ModelWeights, batches: Iterable) -> Nats:
+def nats(programs: Compiled, weights: ModelWeights, batches: Iterable[Batch]) -> Nats:
     """Returns the losses of `batches`, over all processes.
 
-    The executor has put the batches, which have "tokens" and "token_weights".
+    The executor has put the batches, whose targets have weights.
     """
     return [
         (
-            float(programs.eval_step(weights, batch["tokens"], batch["token_weights"])),
-            float(jnp.sum(batch["token_weights"])),
+            float(programs.eval_step(weights, batch)),
+            float(jnp.sum(batch.token_weights)),
         )
         for batch in batches
     ]

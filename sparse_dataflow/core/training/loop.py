@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from sparse_dataflow.core import collectives
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
@@ -407,7 +408,7 @@ class Trainer:
             placed = placed._replace(rest=self.state.rest)
         self.state = at_step(placed, self.state.step)
 
-    def batch(self, step: int) -> dict[str, Any]:
+    def batch(self, step: int) -> Batch:
         """Returns the batch of a step (from 0) as put by the executor."""
         return self._put(self._data.train[step])
 

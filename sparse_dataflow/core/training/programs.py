@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import mean_norms, portions
@@ -54,14 +55,14 @@ class TrainBatches(Protocol):
     def batch_size(self) -> int: ...  # noqa: D102
 
     @property
-    def example(self) -> dict[str, np.ndarray]: ...  # noqa: D102
+    def example(self) -> Batch: ...  # noqa: D102
 
-    def __getitem__(self, step: int, /) -> dict[str, np.ndarray]: ...
+    def __getitem__(self, step: int, /) -> Batch: ...
 
     @property
     def skipped_words(self) -> str: ...  # noqa: D102
 
-    def iterate(self, start_step: int) -> Iterator[dict[str, np.ndarray]]:
+    def iterate(self, start_step: int) -> Iterator[Batch]:
         """Yields the batches from a step on, without end."""
         ...
 
@@ -88,9 +89,9 @@ class EvalBatches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> dict[str, np.ndarray]: ...
+    def __getitem__(self, index: int, /) -> Batch: ...
 
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]: ...
+    def __iter__(self) -> Iterator[Batch]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,20 +141,24 @@ class TrainingData:
     teacher: Teacher | None = None
 
 
+def _unchanged(batch: Batch) -> Batch:
+    return batch
+
+
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """The compiled programs of one model.
 
     Attributes:
-      train_step: (state without its rest, the rest, tokens, learning rate) -> (state without its
+      train_step: (state without its rest, the rest, batch, learning rate) -> (state without its
         rest, StepReport); donates the state. With training.skip_spikes it also takes the highest
-        accepted loss, and where batches have weights, those by name.
-      eval_step: (`ModelWeights`, tokens, weights) -> sum of weighted losses, in nats.
+        accepted loss.
+      eval_step: (`ModelWeights`, batch with weights) -> sum of weighted losses, in nats.
       seconds: compile time.
       place_layouts: `ModelWeights` with canonical layouts in numpy -> those with layouts as the
         programs take them; fixed if the programs are specialised to them.
-      gradient_norms: (`ModelWeights`, iterator over the tokens of training batches) -> norms of the
-        dense gradient's blocks; None if the evolution does not read them.
+      gradient_norms: (`ModelWeights`, iterator over training batches) -> norms of the dense
+        gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
       start_state: (variant's name, training, identity of its checkpoints, step of the newest
         checkpoint or None, function that returns the state of that checkpoint or the initial one,
@@ -161,7 +166,7 @@ class Compiled:
         executor that stores states itself, else None.
       timeline: () -> spans of the last step; none if the executor records none.
       close: () -> None; releases what `start_state` holds, for another run of this process.
-      teach: tokens -> what the train step takes as `teacher`; None without a teacher.
+      teach: batch -> batch with what a teacher says of it.
     """
 
     train_step: Callable
@@ -173,7 +178,7 @@ class Compiled:
     start_state: Callable | None = None
     timeline: Callable = lambda: ()
     close: Callable = lambda: None
-    teach: Callable | None = None
+    teach: Callable[[Batch], Batch] = _unchanged
 
     def weights(self, state: TrainState) -> ModelWeights:
         """Returns the weights of a state with canonical layouts, as the programs take them."""
@@ -236,14 +241,14 @@ def _compile(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
     batch = executor.put(data.train.example, data.train.batch_size)
-    teach = None
+    teach: Callable[[Batch], Batch] = _unchanged
     if training.teacher:
         if data.teacher is None:
             raise UserError(
                 f"training.teacher={training.teacher}: only the main job reads a teacher; leave it "
                 "out."
             )
-        teach = data.teacher.program(model, executor, batch["tokens"], training.micro_batches)
+        teach = data.teacher.program(model, executor, batch, training)
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         programs["place_layouts"] = _with_newest(programs["place_layouts"])
@@ -258,13 +263,12 @@ def _compile(phase, training, data, executor):
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
-    windows = held_out["tokens"], held_out["token_weights"]
-    arguments, named = _step_arguments(batch, 0.0, no_loss_limit(training), teach)
+    arguments = _step_arguments(teach(batch), 0.0, no_loss_limit(training))
     return Compiled(
         # What is not trained is an argument of its own: the state is donated, and masks and layouts
         # are used again.
-        train_step.lower(shapes._replace(rest=()), weights.rest, *arguments, **named).compile(),
-        eval_step.lower(weights, *windows).compile(),
+        train_step.lower(shapes._replace(rest=()), weights.rest, *arguments).compile(),
+        eval_step.lower(weights, held_out).compile(),
         time.perf_counter() - start,
         _with_newest(place),
         teach=teach,
@@ -335,7 +339,7 @@ def no_loss_limit(training: TrainingConfig) -> np.float32 | None:
 def run_step(
     programs: Compiled,
     state: TrainState,
-    batch,
+    batch: Batch,
     learning_rate: float,
     limit=None,
 ) -> tuple[TrainState, StepReport]:
@@ -348,19 +352,14 @@ def run_step(
       limit: highest accepted loss; None if the programs were compiled without a limit.
     """
     rest = programs.weights(state).rest
-    arguments, named = _step_arguments(batch, learning_rate, limit, programs.teach)
-    arrays = state._replace(rest=())
-    after, report = programs.train_step(arrays, rest, *arguments, **named)
+    arguments = _step_arguments(programs.teach(batch), learning_rate, limit)
+    after, report = programs.train_step(state._replace(rest=()), rest, *arguments)
     return after._replace(rest=state.rest), report
 
 
-def _step_arguments(batch, learning_rate, limit, teach):
-    """Returns a train step's arguments after the state, by position and by name; None is none."""
-    numbers = [np.float32(learning_rate)] if limit is None else [np.float32(learning_rate), limit]
-    named = {"token_weights": batch["token_weights"]} if "token_weights" in batch else {}
-    if teach is not None:
-        named["teacher"] = teach(batch["tokens"])
-    return [batch["tokens"], *numbers], named
+def _step_arguments(batch, learning_rate, limit):
+    """Returns a train step's arguments after the state."""
+    return batch, np.float32(learning_rate), *(() if limit is None else (limit,))
 
 
 def evolve_layouts(
@@ -388,8 +387,7 @@ def evolve_layouts(
     norms = None
     if method.reads_gradients:
         assert programs.gradient_norms is not None
-        tokens = (batch["tokens"] for batch in batches)
-        norms = programs.gradient_norms(programs.weights(state), tokens)
+        norms = programs.gradient_norms(programs.weights(state), batches)
     # Layouts are chosen on the canonical order of blocks, so that all meshes choose alike.
     state = executor.canonical(state, model)
     state = update_layouts(

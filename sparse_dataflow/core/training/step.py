@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors.executor import (
     SINGLE_DEVICE,
@@ -17,11 +18,9 @@ from sparse_dataflow.core.executors.executor import (
     TracedExecutor,
     abstract,
 )
-from sparse_dataflow.core.executors.whole import Accumulation, Batch
+from sparse_dataflow.core.executors.whole import Accumulation
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import legal, trained_and_rest
-from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
     at_step,
@@ -84,13 +83,12 @@ def _draw(model, training, executor):
 def make_train_step(
     model: ModelConfig, training: "TrainingConfig", executor: TracedExecutor = SINGLE_DEVICE
 ) -> Callable:
-    """Returns (state, int32 [batch, sequence + 1] tokens, learning rate) -> (state, StepReport).
+    """Returns (state, batch, learning rate) -> (state, StepReport).
 
-    The step takes `token_weights` by name, float32 [batch, sequence], which multiply the losses of
-    the targets and add up to 1; without them, all targets count equally. With
-    `training.skip_spikes` it takes a fourth argument, float32 [], the highest accepted loss: if the
-    loss is higher, or a gradient is not finite, parameters and moments do not change.  With
-    `training.teacher` the step takes `teacher` by name, see `training.teacher.Teacher`.
+    Weights of the targets multiply their losses and add up to 1. With `training.skip_spikes` the
+    step takes a fourth argument, float32 [], the highest accepted loss: if the loss is higher, or a
+    gradient is not finite, parameters and moments do not change.  With `training.teacher` the batch
+    has what `training.teacher.Teacher` adds.
 
     The step is specialised to a state's fixed layouts; others may change between steps.
 
@@ -103,19 +101,14 @@ def make_train_step(
 
     def train_step(
         state: TrainState,
-        tokens: jax.Array,
+        batch: Batch,
         learning_rate: jax.Array,
         *limit: jax.Array,
-        token_weights: jax.Array | None = None,
-        teacher: tuple[jax.Array, jax.Array] | None = None,
     ):
-        if training.teacher and teacher is None:
-            raise TypeError("a step with `training.teacher` takes `teacher` by name")
-        model_weights, teacher_output = state.weights, None
-        if teacher:
-            teacher_output = TeacherOutput(*teacher, jnp.float32(training.teacher_weight))
+        if training.teacher and batch.teacher is None:
+            raise TypeError("a step with `training.teacher` takes a batch with `teacher`")
+        model_weights = state.weights
         with jax.named_scope("loss_and_gradients"):
-            batch = Batch(tokens, token_weights, teacher_output)
             metrics, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
@@ -151,7 +144,7 @@ def jitted_train_step(
     model: ModelConfig, training: "TrainingConfig", executor: TracedExecutor, shapes: TrainState
 ) -> jax.stages.Wrapped:
     """Returns `make_train_step` jitted, with what is not trained apart: (state without its rest,
-    the rest, tokens, ...) -> (state without its rest, StepReport).
+    the rest, batch, ...) -> (state without its rest, StepReport).
 
     It donates the state, whose sharding stays, and not the rest.
 
@@ -164,24 +157,17 @@ def jitted_train_step(
     if shardings is not None:
         shardings = shardings._replace(rest=()), executor.replicated()
 
-    def train_step(state, rest, *arguments, **named):
-        after, report = step(state._replace(rest=rest), *arguments, **named)
+    def train_step(state, rest, *arguments):
+        after, report = step(state._replace(rest=rest), *arguments)
         return after._replace(rest=()), report
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
 def make_eval_step(model: ModelConfig, executor: TracedExecutor = SINGLE_DEVICE) -> Callable:
-    """Returns (`ModelWeights`, tokens, weights of the targets) -> sum of weighted losses in nats.
-
-    The sum is float32 [].
+    """Returns (`ModelWeights`, batch with weights) -> sum of weighted losses: float32 [], in nats.
 
     Args:
       executor: computes the loss.
     """
-    model = model.dropless()
-
-    def eval_step(weights: ModelWeights, tokens: jax.Array, token_weights: jax.Array) -> jax.Array:
-        return executor.loss(model, weights, Batch(tokens, token_weights))
-
-    return eval_step
+    return functools.partial(executor.loss, model.dropless())

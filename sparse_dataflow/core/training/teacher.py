@@ -6,9 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.sharded import put_global
@@ -41,19 +44,19 @@ class Teacher:
         return self.model.d_model + self.model.output_bias
 
     def program(
-        self, student: ModelConfig, executor: Executor, tokens: jax.Array, micro_batches: int
-    ) -> Callable:
-        """Returns the compiled (int32 [B, T + 1] tokens) -> (hidden states [B, T, D], output).
+        self, student: ModelConfig, executor: Executor, example: Batch, training: TrainingConfig
+    ) -> Callable[[Batch], Batch]:
+        """Returns the compiled batch -> the batch with the fields of a teacher.
 
-        Hidden states are normalised and lie where the rows of the tokens do; the output is the
-        teacher's output layer [V, D].  Both are those of `gpt.output_layer`, in the student's
-        compute dtype.  Every device holds all of the teacher.
+        Hidden states are normalised and lie where the rows of the tokens do.  They and the output
+        layer are those of `gpt.output_layer`, in the student's compute dtype.  Every device holds
+        all of the teacher.
 
         Args:
           student: gives the compute dtype, and whether attention stays within a document.
           executor: of the student.
-          tokens: a batch as the executor puts it.
-          micro_batches: parts of the rows that run one after the other.
+          example: a batch as the executor puts it.
+          training: gives the teacher's weight and the micro-batches, which run one by one.
         """
         config = dataclasses.replace(
             self.model.dropless(),
@@ -65,7 +68,7 @@ class Teacher:
 
         def hidden(params, tokens):
             weights = weights_of(params, layouts)
-            parts = tokens.reshape(micro_batches, -1, tokens.shape[1])
+            parts = tokens.reshape(training.micro_batches, -1, tokens.shape[1])
             states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
             states = states.reshape(len(tokens), *states.shape[2:])
             return gpt.output_layer(params["head"], params["embed"]["tokens"], states)[0]
@@ -80,5 +83,11 @@ class Teacher:
         params = self._placed[executor]
         no_states = jnp.zeros((0, self.model.d_model), student.compute_dtype)
         _, output = gpt.output_layer(params["head"], params["embed"]["tokens"], no_states)
-        program = jax.jit(executor.over_rows(hidden)).lower(params, tokens).compile()
-        return lambda tokens: (program(params, tokens), output)
+        program = jax.jit(executor.over_rows(hidden)).lower(params, example.tokens).compile()
+        teacher = output, np.float32(training.teacher_weight)
+
+        def teach(batch):
+            hidden = program(params, batch.tokens)
+            return dataclasses.replace(batch, teacher_hidden=hidden, teacher=teacher)
+
+        return teach

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.collectives import to_host
 from sparse_dataflow.core.config.layer_groups import (
     join_groups,
@@ -55,7 +56,7 @@ from sparse_dataflow.core.weights.masked import Masked
 (MASK,) = (name for name, leaf in Masked.leaves().items() if leaf.role == TABLE)
 """Arrays of block-sparse, dense and masked weights, which transitions turn into one another."""
 
-Batches = Iterable[Mapping[str, Any]]
+Batches = Iterable[Batch]
 """Training batches from the step of a state on, as put by the executor."""
 
 Change = Callable[[TrainState, ModelConfig, ModelConfig, Batches], TrainState]

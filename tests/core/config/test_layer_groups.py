@@ -15,6 +15,7 @@ from marks import some
 from small_models import shapes_of, tables_of
 
 from sparse_dataflow.compile import traced
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import (
     layer_groups,
     layer_linear,
@@ -26,7 +27,6 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.batch_context import BatchContext
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
@@ -158,10 +158,9 @@ def layer_by_layer(model, params, tokens):
                 layer[name]["kernel"] = grid.swapaxes(1, 2).reshape(sides)
             x = gpt.block(dense, layer_weights(dense, layer), x)[0]
             number += 1
-    weights = jnp.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size)
     embedding = params["embed"]["tokens"]
-    context = BatchContext(targets=tokens[:, 1:], token_weights=weights)
-    return gpt.head_loss(dense, params["head"], embedding, x, context)[0]
+    batch = Batch.from_windows(tokens).weighted()
+    return gpt.head_loss(dense, params["head"], embedding, x, batch)[0]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +193,9 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
     @jax.jit
     def step(params, tables):
         tables = tables if traced_tables else static_tables
-        return whole.loss_and_gradients(model, weights_of(params, tables), whole.Batch(tokens))
+        return whole.loss_and_gradients(
+            model, weights_of(params, tables), Batch.from_windows(tokens)
+        )
 
     metrics, actual_gradients = step(arbitrary(model), static_tables)
     assert metrics["loss"].number() == pytest.approx(float(loss), rel=1e-5)
@@ -225,7 +226,7 @@ def test_illegal_multipliers_are_refused(depth, words):
 def traced_flops(model):
     params = shapes_of(model)
     tables = jax.tree.map(jnp.asarray, tables_of(model))
-    batch = whole.Batch(jnp.zeros((2, 9), jnp.int32))
+    batch = Batch.from_windows(jnp.zeros((2, 9), jnp.int32))
     step = functools.partial(whole.loss_and_gradients, model)
     program = jax.make_jaxpr(step)(weights_of(params, tables), batch)
     return traced.count(program, {}).flops

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.compile.programs import abstract_arguments
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.layer_groups import split_groups
 from sparse_dataflow.core.config.model import ModelConfig
@@ -249,7 +250,7 @@ def measured():
 class Rows(NamedTuple):
     """A batch as the first of a data set, for `compile_programs`."""
 
-    example: dict
+    example: Batch
     batch_size: int
 
 
@@ -279,9 +280,9 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
         tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
         weights = np.where(padding, 0, weights).astype(np.float32)
-    counted = {"token_weights": weights / weights.sum()} if training.adapter_rank or padded else {}
-    batches = [Rows({"tokens": rows, **counted}, BATCH) for rows in tokens]
-    held_out = Rows({"tokens": tokens[0], "token_weights": weights}, BATCH)
+    counted = weights / weights.sum() if training.adapter_rank or padded else None
+    batches = [Rows(Batch.from_windows(rows, counted), BATCH) for rows in tokens]
+    held_out = Rows(Batch.from_windows(tokens[0], weights), BATCH)
     teacher_model = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
     params = gpt.init(teacher_model, jax.random.key(1))
     teacher = Teacher(teacher_model, params) if training.teacher else None
@@ -301,7 +302,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         reports.append(jax.device_get(report))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)
-    loss = programs.eval_step(programs.weights(state), rows["tokens"], rows["token_weights"])
+    loss = programs.eval_step(programs.weights(state), rows)
     return {
         "losses": [float(report.loss) for report in reports],
         "norms": [report.gradient_norms for report in reports],
@@ -351,7 +352,7 @@ def scores(name, texts):
     """Returns {text: largest difference of `token_scores` on the mesh and on one device}."""
     model, places, results = MODELS[name], np.arange(0, SEQUENCE * 2, 2), {}
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1))
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1), np.int32)
     start = initial_state(model, training)
     weights = start.weights.with_fixed_layouts()
     for text in texts:
@@ -359,11 +360,11 @@ def scores(name, texts):
         placed = sharded.place(start, model).weights
         placed = sharded.place_layouts(placed, model, changing=False)
         shards = meshes.batch_shards(sharded.mesh)
-        rows = sharded.put({"tokens": tokens.astype(np.int32)}, BATCH)["tokens"]
+        rows = sharded.put(Batch.from_windows(tokens), BATCH)
         shard_places = np.tile(places.astype(np.int32), (shards, 1))
         score = jax.jit(functools.partial(sharded.token_scores, model))
         mine = score(placed, rows, shard_places)[0]
-        rows_of_shards = np.split(tokens.astype(np.int32), shards)
+        rows_of_shards = map(Batch.from_windows, np.split(tokens, shards))
         alone = jax.jit(functools.partial(whole.token_scores, model))
         right = [alone(weights, shard, shard_places[0])[0] for shard in rows_of_shards]
         results[text] = float(np.abs(mine - np.stack(right)).max())
@@ -379,7 +380,7 @@ def norms(name, texts):
 
     def measured(runs):
         weights = runs.place_layouts(runs.place(start, model).weights, model, changing=True)
-        rows = runs.put({"tokens": tokens}, BATCH)["tokens"]
+        rows = runs.put(Batch.from_windows(tokens), BATCH)
         if isinstance(runs, RelayExecutor):
             fetch = functools.partial(Relay(model, training).to_first_device, weights)
             return probe.block_gradient_norms(model, fetch, rows)

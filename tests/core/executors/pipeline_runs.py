@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from executor_runs import BATCH, MODELS, SEQUENCE, executor
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
@@ -22,7 +23,7 @@ def gradient_of(runs, model, micro_batches):
     """Returns (params, tokens) -> loss and gradient of a dense model."""
     how = whole.Accumulation(micro_batches)
     return lambda params, tokens: runs.loss_and_gradients(
-        model, ModelWeights(params, {}), whole.Batch(tokens), how
+        model, ModelWeights(params, {}), Batch.from_windows(tokens), how
     )
 
 

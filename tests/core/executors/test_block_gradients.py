@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from small_models import arbitrary_weights, as_dense
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
@@ -43,10 +44,12 @@ TOKENS = np.random.default_rng(1).integers(0, 40, (3, 9), np.int32)
 def test_norms_equal_those_of_the_dense_gradient(model, remat):
     weights = arbitrary_weights(model)
     probed = dataclasses.replace(model, remat=remat)
-    norms = jax.jit(functools.partial(block_gradient_norms, probed))(weights, TOKENS)
+    norms = jax.jit(functools.partial(block_gradient_norms, probed))(
+        weights, Batch.from_windows(TOKENS)
+    )
     dense, dense_params = as_dense(model, weights.params)
     metrics, gradients = jax.jit(
-        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), whole.Batch(TOKENS))
+        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), Batch.from_windows(TOKENS))
     )(dense_params)
     assert metrics["loss"].number() > 0 and set(norms) == set(model.sparse_projections)
     for name, actual in norms.items():
@@ -61,7 +64,9 @@ def test_norms_equal_those_of_the_dense_gradient(model, remat):
 def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes):
     """With few tokens and a small vocabulary, weights are the largest arrays."""
     weights = arbitrary_weights(MODEL)
-    sizes = array_sizes(functools.partial(block_gradient_norms, MODEL), weights, TOKENS[:1])
+    sizes = array_sizes(
+        functools.partial(block_gradient_norms, MODEL), weights, Batch.from_windows(TOKENS[:1])
+    )
     largest = max(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
     stored = max(np.size(leaf) for leaf in jax.tree.leaves(weights.params))
     assert stored < largest == max(sizes)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -101,7 +102,7 @@ def test_a_vocabulary_is_padded_to_full_tiles_per_device(rows, tensor):
 def test_a_state_is_placed_with_a_padded_vocabulary():
     model = dataclasses.replace(DENSE, vocab_size=50257)
     executor = Sharded(abstract("fsdp:2,tensor:4"))
-    placed = executor.arrays(shapes(model), model, False, {})
+    placed = executor.arrays(shapes(model), model, False, Batch())
     for group in ("parameters", "gradients"):
         table = placed[group]["embed"]["tokens"]
         assert table.shape == (50688, 64)
@@ -120,7 +121,7 @@ def test_a_tensor_axis_longer_than_the_key_value_heads_replicates_their_weights(
     model = model.with_linears(LinearSpec("block_sparse", "random", 0.5, 8, rank=4))
     executor = Sharded(abstract(f"fsdp:2,tensor:{tensor}"))
     executor.check(model, TRAINING)
-    placed = executor.arrays(shapes(model), model, False, {})
+    placed = executor.arrays(shapes(model), model, False, Batch())
     for group, name in itertools.product(("parameters", "gradients"), ("q", "k", "v")):
         for leaf in (placed[group]["blocks"][name][part] for part in ("values", "bias")):
             axes = sharding.axes_of(leaf.sharding.spec)
@@ -137,7 +138,7 @@ def test_the_planner_prices_replicated_key_value_weights(tensor, sparse):
         model = model.with_linears(spec, ["q", "k", "mlp_in"])
     executor = Sharded(abstract(f"tensor:{tensor}"), 0)
     executor.check(model, TRAINING)
-    params = executor.arrays(shapes(model), model, False, {})["parameters"]
+    params = executor.arrays(shapes(model), model, False, Batch())["parameters"]
     local = sum(math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(params))
     norms = 4 * model.d_model * (2 * model.num_layers + 1) / 2
     positions = model.max_len * model.d_model

@@ -12,6 +12,7 @@ from small_models import DENSE, arbitrary_params, assert_same, tables_of, tokens
 from small_models import EACH_KIND as MODEL
 
 from sparse_dataflow.compile import traced
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
@@ -31,7 +32,7 @@ def run(config=MODEL, micro_batches=1, traced_tables=False):
         metrics, gradients = whole.loss_and_gradients(
             config,
             weights_of(params, tables),
-            whole.Batch(tokens),
+            Batch.from_windows(tokens),
             whole.Accumulation(micro_batches),
         )
         return metrics["loss"].total, gradients
@@ -71,7 +72,7 @@ def test_sub_batches_change_nothing():
     tokens[[1, 2, 3], [3, 5, 7]] = config.vocab_size - 1
     whole_batch, halves = (
         jax.jit(functools.partial(whole.loss_and_gradients, config, rank=rank))(
-            weights_of(params), whole.Batch(tokens)
+            weights_of(params), Batch.from_windows(tokens)
         )
         for rank in (whole.SINGLE_RANK, whole.Rank(sub_batches=2))
     )
@@ -117,7 +118,7 @@ def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkey
     config = dataclasses.replace(DENSE, num_layers=5, remat=remat)
     step = jax.jit(
         lambda p, t: whole.loss_and_gradients(
-            config, weights_of(p, tables_of(config)), whole.Batch(t)
+            config, weights_of(p, tables_of(config)), Batch.from_windows(t)
         )
     )
     traced = step.trace(arbitrary_params(config), tokens_of(config))
@@ -137,7 +138,7 @@ def loss_alone(jit=True):
     weights = np.full((4, 10), 1 / 40, np.float32)
 
     def loss(params):
-        return whole.loss(MODEL, weights_of(params, tables), whole.Batch(tokens, weights))
+        return whole.loss(MODEL, weights_of(params, tables), Batch.from_windows(tokens, weights))
 
     loss = jax.jit(loss) if jit else loss
     return loss(jax.tree.map(jnp.asarray, arbitrary_params(MODEL)))
@@ -170,7 +171,11 @@ def test_shallow_models_unroll_on_a_cpu():
 def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
     def length(layers):
         config = dataclasses.replace(MODEL, num_layers=layers)
-        step = lambda p, t, x: whole.loss_and_gradients(config, weights_of(p, t), whole.Batch(x))  # noqa: E731
+
+        def step(params, tables, tokens):
+            batch = Batch.from_windows(tokens)
+            return whole.loss_and_gradients(config, weights_of(params, tables), batch)
+
         return len(
             array_sizes(step, arbitrary_params(config), tables_of(config), tokens_of(config))
         )
@@ -212,7 +217,7 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
     shared, apart = (
         jax.jit(
             lambda p, model=model: whole.loss_and_gradients(
-                model, weights_of(p, tables), whole.Batch(tokens), whole.Accumulation(1)
+                model, weights_of(p, tables), Batch.from_windows(tokens), whole.Accumulation(1)
             )
         )(p)
         for model, p in ((config, params), (unshared, copies))
@@ -224,7 +229,9 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
 
 def test_loss_weights_select_tokens():
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
-    jitted = jax.jit(lambda p, t, w: whole.loss(MODEL, weights_of(p, tables), whole.Batch(t, w)))
+    jitted = jax.jit(
+        lambda p, t, w: whole.loss(MODEL, weights_of(p, tables), Batch.from_windows(t, w))
+    )
     loss = lambda tokens, weights: jitted(params, tokens, weights)  # noqa: E731
     each = []
     for row in range(2):
@@ -245,7 +252,7 @@ def test_the_initial_loss_is_that_of_a_uniform_guess():
     weights = np.full((4, 10), 1 / 40, np.float32)
     loss = jax.jit(
         lambda key: whole.loss(
-            MODEL, weights_of(gpt.init(MODEL, key), tables), whole.Batch(tokens, weights)
+            MODEL, weights_of(gpt.init(MODEL, key), tables), Batch.from_windows(tokens, weights)
         )
     )(jax.random.key(0))
     assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
@@ -271,19 +278,22 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
     tokens = tokens_of(config, batch=1) % eot
     tokens[0, 4] = eot
     weights = np.ones((1, tokens.shape[1] - 1), np.float32)
-    together = whole.loss(config, weights_of(params, tables), whole.Batch(tokens, weights))
+    together = whole.loss(config, weights_of(params, tables), Batch.from_windows(tokens, weights))
     alone = sum(
         whole.loss(
             config,
             weights_of(params, tables),
-            whole.Batch(part, np.ones((1, part.shape[1] - 1), np.float32)),
+            Batch.from_windows(part, np.ones((1, part.shape[1] - 1), np.float32)),
         )
         for part in (tokens[:, :6], tokens[:, 5:])
     )
     np.testing.assert_allclose(together, alone, rtol=1e-5)
     plain = dataclasses.replace(config, mask_documents=False)
     assert (
-        abs(whole.loss(plain, weights_of(params, tables), whole.Batch(tokens, weights)) - together)
+        abs(
+            whole.loss(plain, weights_of(params, tables), Batch.from_windows(tokens, weights))
+            - together
+        )
         > 1e-3
     )
 
@@ -312,7 +322,7 @@ def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
 
         def step(params, tables):
             weights = weights_of(params, tables)
-            return whole.loss_and_gradients(model, weights, whole.Batch(tokens))[1]
+            return whole.loss_and_gradients(model, weights, Batch.from_windows(tokens))[1]
 
         if not traced_tables:
             jaxpr = jax.make_jaxpr(lambda p: step(p, tables))(arbitrary_params(model))
@@ -331,22 +341,22 @@ ROWS = np.array([[EOT, 5, 6, EOT, 7, EOT, EOT, EOT], [1, EOT, EOT, 2, 3, 4, 5, 6
 def test_padding_is_an_end_of_text_before_another():
     """The end of a text is one of its tokens, also as the first of a row."""
     config = dataclasses.replace(DENSE, experts=2, top_k=1, vocab_size=EOT + 1)
-    real = whole.batch_context(config, whole.Batch(ROWS), padded=True).real
+    real = whole.local_batch(config, Batch.from_windows(ROWS), padded=True).real
     expected = [[1, 1, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1]]
     np.testing.assert_array_equal(real, np.array(expected, bool))
-    assert whole.batch_context(config, whole.Batch(ROWS)).real is None
-    assert whole.routed_tokens(config, whole.Batch(ROWS), padded=True) == 11
-    assert whole.routed_tokens(config, whole.Batch(ROWS)) == 14
+    assert whole.local_batch(config, Batch.from_windows(ROWS)).real is None
+    assert whole.routed_tokens(config, Batch.from_windows(ROWS), padded=True) == 11
+    assert whole.routed_tokens(config, Batch.from_windows(ROWS)) == 14
 
 
 def test_documents_are_those_of_the_inputs():
     config = dataclasses.replace(DENSE, mask_documents=True, vocab_size=EOT + 1)
-    documents = whole.batch_context(config, whole.Batch(ROWS)).documents
+    documents = whole.local_batch(config, Batch.from_windows(ROWS)).documents
     expected = [[0, 1, 1, 1, 2, 2, 3], [0, 0, 1, 2, 2, 2, 2]]
     np.testing.assert_array_equal(documents, expected)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_weights_of_a_mean_add_up_over_the_shards(shards):
-    weights = whole.with_token_weights(whole.Batch(ROWS), shards).token_weights
+    weights = Batch.from_windows(ROWS).weighted(shards).token_weights
     assert weights.sum() * shards == pytest.approx(1)

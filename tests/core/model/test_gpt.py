@@ -20,6 +20,7 @@ from small_models import (
     tokens_of,
 )
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -227,12 +228,13 @@ def test_a_training_state_holds_stored_blocks_only():
 def test_a_training_step_has_no_array_of_the_dense_size(array_sizes, remat, traced_tables):
     config = dataclasses.replace(THIN, remat=remat)
     state = jax.eval_shape(lambda: initial_state(config, TRAINING))
-    tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    batch = Batch(tokens, tokens)
 
-    def step(state, tokens, rate):
+    def step(state, batch, rate):
         tables = state.rest if traced_tables else fixed(tables_of(config))
-        return make_train_step(config, TRAINING)(state._replace(rest=tables), tokens, rate)
+        return make_train_step(config, TRAINING)(state._replace(rest=tables), batch, rate)
 
     rate = jax.ShapeDtypeStruct((), jnp.float32)
     smallest_dense = min(math.prod(config.projection_shape(name)) for name in PROJECTIONS)
-    assert max(array_sizes(step, state, tokens, rate)) < smallest_dense
+    assert max(array_sizes(step, state, batch, rate)) < smallest_dense

@@ -20,6 +20,7 @@ from small_models import (
     tokens_of,
 )
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup, lookup_and_table
@@ -50,7 +51,7 @@ def test_no_gradient_sums_tokens_in_bfloat16(name):
     weights, tokens = arbitrary_weights(config), tokens_of(config)
 
     def gradient(weights, tokens):
-        return whole.loss_and_gradients(config, weights, whole.Batch(tokens))
+        return whole.loss_and_gradients(config, weights, Batch.from_windows(tokens))
 
     program = jax.make_jaxpr(gradient)(weights, tokens)
     assert not sorted(set(_narrow_sums(program.jaxpr)))

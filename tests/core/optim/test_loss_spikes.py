@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from marks import some
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -81,7 +82,7 @@ def test_rollbacks_go_to_checkpoints_from_before_the_spike(saved, step, data):
 def trainer(folder, losses, training=TRAINING, **options):
     """Returns a trainer whose step adds one to every parameter; `losses` is {step: loss}."""
 
-    def train_step(state, layouts, tokens, learning_rate, limit):
+    def train_step(state, layouts, batch, learning_rate, limit):
         step = int(state.step)
         loss = losses.get(step + 1, 2.0 + 0.01 * (step % 3))
         accepted = is_accepted(loss, {}, limit)
@@ -211,18 +212,18 @@ def test_a_skipped_step_changes_no_bit_of_parameters_and_moments():
     training = TrainingConfig(steps=4, batch=2, sequence=8, skip_spikes=3.0)
     step = jax.jit(make_train_step(model, training))
     state = initial_state(model, training)
-    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 300)
-    free, report = step(state, tokens, 1e-2, np.float32(np.inf))
+    batch = Batch.from_windows(jax.random.randint(jax.random.key(0), (2, 9), 0, 300))
+    free, report = step(state, batch, 1e-2, np.float32(np.inf))
     plain, _ = jax.jit(make_train_step(model, dataclasses.replace(training, skip_spikes=0.0)))(
-        state, tokens, 1e-2
+        state, batch, 1e-2
     )
-    same, _ = step(state, tokens, 1e-2, np.float32(report.loss))
-    none, _ = step(state, tokens, 1e-2, np.nextafter(np.float32(report.loss), np.float32(0)))
+    same, _ = step(state, batch, 1e-2, np.float32(report.loss))
+    none, _ = step(state, batch, 1e-2, np.nextafter(np.float32(report.loss), np.float32(0)))
     for result, expected in ((same, free), (plain, free), (none, state._replace(step=free.step))):
         for leaf, right in zip(jax.tree.leaves(result[:3]), jax.tree.leaves(expected[:3])):
             assert np.asarray(leaf).tobytes() == np.asarray(right).tobytes()
     broken = state._replace(params=jax.tree.map(lambda p: p * np.nan, state.params))
-    skipped, _ = step(broken, tokens, 1e-2, np.float32(np.inf))
+    skipped, _ = step(broken, batch, 1e-2, np.float32(np.inf))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(skipped.moments))
 
 
@@ -243,7 +244,9 @@ def test_a_gradient_that_is_not_finite_is_no_step_whatever_the_loss(section, bad
 
     def params_after(gradients):
         step = make_train_step(MODEL, training, Fixed(gradients))
-        return step(state, jnp.zeros((2, 9), jnp.int32), 1e-2, np.float32(2))[0].params
+        return step(state, Batch.from_windows(jnp.zeros((2, 9), jnp.int32)), 1e-2, np.float32(2))[
+            0
+        ].params
 
     after = params_after({**gradients, section: spoilt})
     jax.tree.map(np.testing.assert_array_equal, after, state.params)
@@ -270,12 +273,12 @@ def test_new_rows_alone_are_trained_in_a_fraction_of_all_steps(optimizer, steps,
     step = jax.jit(make_train_step(MODEL, training))
     state = initial_state(MODEL, training)
     state = state._replace(moments=make_optimizer(MODEL, training).init(state.params))
-    tokens = jax.random.randint(jax.random.key(0), (2, 5), 0, 300)
+    batch = Batch.from_windows(jax.random.randint(jax.random.key(0), (2, 5), 0, 300))
     moved = []
     for number in range(steps):
         before = state.params["blocks"]
         limit = np.float32(0 if number in skipped else np.inf)
-        state, _ = step(state, tokens, np.float32(1e-2), limit)
+        state, _ = step(state, batch, np.float32(1e-2), limit)
         equal = jax.tree.map(np.array_equal, before, state.params["blocks"])
         moved.append(not jax.tree.all(equal))
     alone = round(first * steps)

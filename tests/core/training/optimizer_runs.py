@@ -14,6 +14,7 @@ import sys
 import jax
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
@@ -40,7 +41,7 @@ def main(optimizer, name, folder):
     [variant] = [v for v in variants(config, 250) if v.name == name]
     model, training = variant.model, variant.training
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 250, (STEPS, 8, 17)).astype(np.int32)
+    windows = rng.integers(0, 250, (STEPS, 8, 17)).astype(np.int32)
     tables = stacks.stored_layouts(model)
     checkpoints = Checkpoints(pathlib.Path(folder), config={})
 
@@ -52,7 +53,7 @@ def main(optimizer, name, folder):
 
         def steps(state, numbers):
             for number in numbers:
-                batch = executor.put({"tokens": tokens[number]}, 8)["tokens"]
+                batch = executor.put(Batch.from_windows(windows[number]), 8)
                 state, report = program(state._replace(rest=()), rest, batch, np.float32(1e-3))
                 losses.append(float(report.loss))
             return state

@@ -9,6 +9,7 @@ import pytest
 from marks import some
 from small_models import tables_of
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -43,6 +44,7 @@ TRAINING = TrainingConfig(
     steps=4, batch=4, sequence=8, learning_rate=1e-2, adapter_rank=3, adapter_alpha=6.0
 )
 TOKENS = np.random.default_rng(0).integers(0, 48, (4, 9)).astype(np.int32)
+BATCH = Batch.from_windows(TOKENS)
 each_base = pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 
 
@@ -63,7 +65,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(base):
     step = jax.jit(make_train_step(model, TRAINING))
     before = jax.device_get(state)
     for _ in range(2):
-        state, report = step(state, TOKENS, np.float32(1e-2))
+        state, report = step(state, BATCH, np.float32(1e-2))
     assert same_bits(before.rest, state.rest)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.params, state.params)
     assert all(jax.tree.leaves(moved)) and np.isfinite(report.loss)
@@ -97,7 +99,7 @@ def test_a_bfloat16_base_is_stored_in_bfloat16_and_computes_the_same_bits():
     assert state.rest["head"]["norm"]["scale"].dtype == jnp.float32
     step = jax.jit(make_train_step(model, TRAINING))
     results = [
-        step(state._replace(rest=merged(frozen, state.rest)), TOKENS, np.float32(1e-2))
+        step(state._replace(rest=merged(frozen, state.rest)), BATCH, np.float32(1e-2))
         for frozen in (state.rest, wide)
     ]
     assert same_bits(results[0][0].params, results[1][0].params)
@@ -131,7 +133,7 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
             lambda model, params, frozen: whole.loss_and_gradients(
                 model,
                 weights_of(params, merged(frozen, tables) if frozen else {}),
-                whole.Batch(TOKENS),
+                BATCH,
                 whole.Accumulation(dtype="float64"),
             )[1],
             static_argnums=0,
@@ -155,7 +157,7 @@ def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
         lambda params, micro_batches: whole.loss_and_gradients(
             DENSE,
             weights_of(params),
-            whole.Batch(TOKENS, weights),
+            Batch.from_windows(TOKENS, weights),
             whole.Accumulation(micro_batches),
         ),
         static_argnums=1,
@@ -164,7 +166,7 @@ def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
     loss = metrics["loss"].number()
     direct = jax.jit(
         jax.value_and_grad(
-            lambda p: whole.loss(DENSE, weights_of(p, {}), whole.Batch(TOKENS, weights))
+            lambda p: whole.loss(DENSE, weights_of(p, {}), Batch.from_windows(TOKENS, weights))
         )
     )(params)
     np.testing.assert_allclose(loss, direct[0], rtol=1e-6)
@@ -182,8 +184,8 @@ def test_the_plan_of_memory_is_that_of_the_compiled_step(remat):
     model = adapted_model.with_adapters(base, 4)
     shapes = abstract_state(model, training)
     step = jitted_train_step(model, training, SINGLE_DEVICE, shapes)
-    tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
-    arguments = shapes._replace(rest=()), shapes.rest, tokens, np.float32(0)
+    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    arguments = shapes._replace(rest=()), shapes.rest, Batch(tokens, tokens), np.float32(0)
     analysis = step.lower(*arguments).compile().memory_analysis()
     plan = plan_memory.training_bytes(model, training)
     state = plan.parameters + plan.moments

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from evolving import EVOLUTIONS, MODEL, MODELS, TRAINING, compiled_while, train, trainer
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import Portions, mean_norms, portions
@@ -172,17 +173,17 @@ def test_measured_sequences_come_in_micro_batches(batch, micro, sequences, expec
 
 
 def test_norms_are_the_root_mean_square_over_portions_of_the_batches():
-    batches = iter(np.arange(48).reshape(6, 8, 1))
+    batches = map(Batch, np.arange(48).reshape(6, 8, 1))
     measured = []
 
-    def measure(tokens):
-        measured.append(tokens.ravel().tolist())
-        return {"qkv": np.float32(tokens[:1])}
+    def measure(batch):
+        measured.append(batch.tokens.ravel().tolist())
+        return {"qkv": np.float32(batch.tokens[:1])}
 
     norms = mean_norms(measure, batches, Portions(rows=4, calls=3, per_batch=2))
     assert measured == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert norms["qkv"] == pytest.approx(((0**2 + 4**2 + 8**2) / 3) ** 0.5)
-    assert next(batches)[0] == 16
+    assert next(batches).tokens[0] == 16
 
 
 def test_flops_of_a_run_are_the_sum_over_phases_and_updates():

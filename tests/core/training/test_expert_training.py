@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_models import tables_of
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -69,9 +70,10 @@ def test_evaluation_drops_no_choice():
     weights = jnp.full((2, 8), 1 / 16)
     dropless = dataclasses.replace(MODEL, expert_capacity=0.0)
     expected = jax.jit(
-        lambda p: whole.loss(dropless, weights_of(p, tables), whole.Batch(tokens, weights))
+        lambda p: whole.loss(dropless, weights_of(p, tables), Batch.from_windows(tokens, weights))
     )(params)
-    loss = jax.jit(make_eval_step(MODEL))(weights_of(params, tables), tokens, weights)
+    batch = Batch.from_windows(tokens, weights)
+    loss = jax.jit(make_eval_step(MODEL))(weights_of(params, tables), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
@@ -94,7 +96,7 @@ def test_auxiliary_losses_are_means_over_the_tokens_of_all_micro_batches():
         ends = np.maximum(answers, rng.integers(1, 9, 4))
         tokens[np.arange(9) > ends[:, None]] = 49
         weights = (np.arange(8) >= 8 - np.array(answers)[:, None]).astype(np.float32)
-        batch = whole.Batch(jnp.asarray(tokens), jnp.asarray(weights / weights.sum()))
+        batch = Batch.from_windows(jnp.asarray(tokens), jnp.asarray(weights / weights.sum()))
         metrics, expected = run(params, batch, 1)
         real = np.sum(~((tokens[:, :-1] == 49) & (tokens[:, 1:] == 49)))
         assert float(metrics["router_z_loss"].count[0]) == real

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import some
-from test_adapters import BASES, DENSE, TOKENS, TRAINING, same_bits, start
+from test_adapters import BASES, BATCH, DENSE, TOKENS, TRAINING, same_bits, start
 
 from sparse_dataflow.commands.preflight.settling import settle
 from sparse_dataflow.core.executors import whole
@@ -72,7 +72,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(name):
     step = jax.jit(make_train_step(model, INT8))
     before = jax.device_get(state)
     for _ in range(2):
-        state, report = step(state, TOKENS, np.float32(1e-2))
+        state, report = step(state, BATCH, np.float32(1e-2))
     assert same_bits(before.rest, state.rest) and np.isfinite(report.loss)
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.params, state.params)
     assert all(jax.tree.leaves(moved))
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_scaled_weights():
         for name, module in dense["blocks"].items()
     }}  # fmt: skip
     after = [
-        jax.jit(make_train_step(m, t))(s, TOKENS, np.float32(1e-2))
+        jax.jit(make_train_step(m, t))(s, BATCH, np.float32(1e-2))
         for m, t, s in ((model, INT8, state), (wide, plain, state._replace(rest=frozen)))
     ]
     for norm, expected in zip(*(jax.tree.leaves(r.gradient_norms) for _, r in after), strict=True):

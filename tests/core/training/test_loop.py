@@ -35,7 +35,7 @@ DATA = TrainingData(TrainBatches(TOKENS, 2, 4), WINDOWS, 16, WINDOWS, 16, "hash"
 def trainer(folder, bad_step=None, bad="gradients", training=TRAINING, **options):
     """Returns a trainer whose step adds one to every parameter and fails at `bad_step`."""
 
-    def train_step(state, layouts, tokens, learning_rate):
+    def train_step(state, layouts, batch, learning_rate):
         step = int(state.step) + 1
         broken = step == bad_step
         params = jax.tree.map(lambda p: p + 1, state.params)

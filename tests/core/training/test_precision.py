@@ -12,6 +12,7 @@ from marks import some
 from small_models import fixed, tables_of
 
 import sparse_dataflow as sd
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -51,8 +52,8 @@ def trained(precision, steps, state=None):
     tables, step = program(precision)
     state = initial_state(model_of(precision), TRAINING) if state is None else state
     state, losses = state._replace(rest=fixed(tables)), []
-    for tokens in TOKENS[int(state.step) : steps]:
-        state, report = step(state, tokens, np.float32(3e-3))
+    for windows in TOKENS[int(state.step) : steps]:
+        state, report = step(state, Batch.from_windows(windows), np.float32(3e-3))
         losses.append(float(report.loss))
     return state._replace(rest=tables), losses
 

@@ -14,6 +14,7 @@ from marks import some
 from small_models import fixed, shapes_of, tables_of
 
 from sparse_dataflow.compile import array_table as describe
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
@@ -64,8 +65,8 @@ def trained(model, training, steps, state=None):
     tables, step = program(model, training)
     state = initial_state(model, training) if state is None else state
     state, losses = state._replace(rest=fixed(tables)), []
-    for tokens in TOKENS[int(state.step) : steps]:
-        state, report = step(state, tokens, np.float32(3e-3))
+    for windows in TOKENS[int(state.step) : steps]:
+        state, report = step(state, Batch.from_windows(windows), np.float32(3e-3))
         losses.append(float(report.loss))
     return state._replace(rest=tables), losses
 
@@ -141,7 +142,7 @@ def test_a_gradient_is_the_float32_gradient_rounded_once(layers, remat):
 
     def loss(p, dtype):
         return whole.loss_and_gradients(
-            model, weights_of(p, {}), whole.Batch(TOKENS[0]), whole.Accumulation(dtype=dtype)
+            model, weights_of(p, {}), Batch.from_windows(TOKENS[0]), whole.Accumulation(dtype=dtype)
         )
 
     (narrow, mine), (wide, right) = (
@@ -163,7 +164,7 @@ def test_no_float32_gradient_of_all_layers_is_allocated(remat):
     def allocated(dtype):
         def run(p, t):
             return whole.loss_and_gradients(
-                model, weights_of(p, {}), whole.Batch(t), whole.Accumulation(dtype=dtype)
+                model, weights_of(p, {}), Batch.from_windows(t), whole.Accumulation(dtype=dtype)
             )
 
         analysis = jax.jit(run).lower(shapes(model), tokens).compile().memory_analysis()
@@ -211,7 +212,7 @@ def test_the_planned_bytes_are_the_bytes_of_the_arrays(model, training, remat):
     model = dataclasses.replace(model, remat=remat)
     tables = tables_of(model)
     state = abstract_state(model, training)
-    arrays = SINGLE_DEVICE.arrays(state._replace(rest=tables), model, True, {})
+    arrays = SINGLE_DEVICE.arrays(state._replace(rest=tables), model, True, Batch())
     array_bytes = {group: describe.bytes_per_chip({group: tree}) for group, tree in arrays.items()}
     plan = plan_memory.training_bytes(model, training)
     assert array_bytes["parameters"] == plan.parameters

@@ -6,6 +6,7 @@ import sys
 import jax
 
 import sparse_dataflow
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.step import abstract_state, make_train_step
 from sparse_dataflow.runs.run_config import preset
@@ -41,10 +42,11 @@ def test_a_step_runs_few_files_and_functions():
     model, training = variant.model, variant.training
     state = abstract_state(model, training)
     state = state._replace(rest=stacks.with_layouts(model, state.rest))
-    tokens = jax.ShapeDtypeStruct((training.batch, training.sequence + 1), "int32")
+    tokens = jax.ShapeDtypeStruct((training.batch, training.sequence), "int32")
+    batch = Batch(tokens, tokens)
     rate = jax.ShapeDtypeStruct((), "float32")
     step = make_train_step(model, training)
-    seen = functions_run(lambda: jax.make_jaxpr(step)(state, tokens, rate))
+    seen = functions_run(lambda: jax.make_jaxpr(step)(state, batch, rate))
     files = {file for file, _ in seen}
     assert len(files) <= MOST_FILES, "\n".join(sorted(files))
     assert len(seen) <= MOST_FUNCTIONS

@@ -18,6 +18,7 @@ from marks import some
 from places import ROOT
 from small_models import whole_logits
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KINDS, PATTERN_NAMES, LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -136,10 +137,10 @@ def test_it_trains_and_its_matrices_are_those_of_muon(key, optimizer):
     model = dataclasses.replace(MODEL.with_linears(spec_of(key)), parametrization="supar")
     training = TrainingConfig(20, 4, 8, learning_rate=1e-2, optimizer=optimizer)
     state = initial_state(model, training)
-    tokens = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
+    batch = Batch.from_windows(np.random.default_rng(0).integers(0, 40, (4, 9), np.int32))
     step, losses = jax.jit(make_train_step(model, training)), []
     for _ in range(6):
-        state, report = step(state, tokens, 1e-3 if optimizer == "adafactor" else 1e-2)
+        state, report = step(state, batch, 1e-3 if optimizer == "adafactor" else 1e-2)
         losses.append(float(report.loss))
     assert losses[-1] < losses[0] and np.isfinite(losses).all()
     if optimizer == "muon":
@@ -343,10 +344,10 @@ def test_a_kind_is_legal_after_any_update(key, optimizer):
     model = MODEL.with_linears(spec_of(key))
     training = TrainingConfig(20, 4, 8, optimizer=optimizer)
     state = initial_state(model, training)
-    tokens = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
+    batch = Batch.from_windows(np.random.default_rng(0).integers(0, 40, (4, 9), np.int32))
     step = jax.jit(make_train_step(model, training))
     for _ in range(2):
-        state, _ = step(state, tokens, 1e-2)
+        state, _ = step(state, batch, 1e-2)
     broken = jax.tree.map(lambda leaf: leaf + 1, state.params)
     for params in (state.params, broken):
         projected = legal(model, params, state.rest)

@@ -14,6 +14,7 @@ from marks import examples, some
 from small_models import whole_logits, whole_loss_and_gradients
 
 import sparse_dataflow as sd
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -52,6 +53,7 @@ drawn_specs = st.builds(
     st.integers(1, 3),
 )
 TOKENS = np.random.default_rng(0).integers(0, 40, (4, 9), np.int32)
+BATCH = Batch.from_windows(TOKENS)
 
 
 def counts(mask, spec):
@@ -121,7 +123,7 @@ def test_training_changes_nothing_outside_of_the_mask(name):
     step, losses = jax.jit(make_train_step(model, TRAINING)), []
     masks = jax.tree.map(np.asarray, state.rest)
     for _ in range(8):
-        state, report = step(state, TOKENS, 1e-2)
+        state, report = step(state, BATCH, 1e-2)
         losses.append(float(report.loss))
     assert losses[-1] < losses[0]
     assert jax.tree.all(jax.tree.map(np.array_equal, masks, state.rest))
@@ -145,10 +147,10 @@ def test_a_masked_model_is_the_dense_model_with_zeros():
             module = kernels["blocks"][name]
             kernels["blocks"][name] = {**module, "kernel": module["kernel"] * mask}
         weights = weights_of(kernels, {})
-        metrics, _ = whole.loss_and_gradients(MODEL, weights, whole.Batch(TOKENS))
+        metrics, _ = whole.loss_and_gradients(MODEL, weights, BATCH)
         return metrics["loss"].total
 
-    metrics, gradients = whole_loss_and_gradients(model, state.weights, whole.Batch(TOKENS))
+    metrics, gradients = whole_loss_and_gradients(model, state.weights, BATCH)
     expected, slopes = jax.jit(jax.value_and_grad(dense_loss))(state.params)
     np.testing.assert_allclose(metrics["loss"].number(), expected, rtol=1e-6)
     jax.tree.map(
@@ -161,8 +163,8 @@ def test_rigl_reads_the_gradient_of_the_dense_weight():
     state = initial_state(model, TRAINING)
     params = merged(state.params, state.rest)
     dense, kernels = dense_form(model, weights_of(params, {}))
-    _, slopes = whole_loss_and_gradients(dense, weights_of(kernels, {}), whole.Batch(TOKENS))
-    norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, TOKENS)
+    _, slopes = whole_loss_and_gradients(dense, weights_of(kernels, {}), BATCH)
+    norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, BATCH)
     for name in model.projections:
         expected = np.abs(slopes["blocks"][name]["kernel"])
         np.testing.assert_allclose(norms[name], expected, rtol=1e-4, atol=1e-7)
@@ -175,11 +177,11 @@ def test_an_update_moves_weights_and_their_moments(method, name):
     model = phase_specs(MODEL.with_linears(spec), EvolutionConfig(method))[0].model
     state = initial_state(model, TRAINING)
     step = jax.jit(make_train_step(model, TRAINING))
-    state, _ = step(state, TOKENS, 1e-2)
+    state, _ = step(state, BATCH, 1e-2)
     norms = None
     if METHODS[method].reads_gradients:
         loss = SINGLE_DEVICE.loss_and_gradients
-        norms = jax.device_get(mask_gradient_norms(loss, model, state.weights, TOKENS))
+        norms = jax.device_get(mask_gradient_norms(loss, model, state.weights, BATCH))
     before = jax.device_get(state)
     after = update_layouts(
         state, model, METHODS[method].update, lambda _: 0.5, norms, 1, METHODS[method].mask_gain
@@ -194,7 +196,7 @@ def test_an_update_moves_weights_and_their_moments(method, name):
         assert np.array_equal(kernel[stays], before.params["blocks"][projection]["kernel"][stays])
         for array in (kernel, *(t["blocks"][projection]["kernel"] for t in (adam.mu, adam.nu))):
             assert not np.asarray(array)[~stays].any()
-    step(after, TOKENS, 1e-2)
+    step(after, BATCH, 1e-2)
 
 
 def test_an_update_keeps_what_an_optimizer_knows_of_a_whole_weight():
@@ -204,7 +206,7 @@ def test_an_update_keeps_what_an_optimizer_knows_of_a_whole_weight():
     state = initial_state(model, training)
     step = jax.jit(make_train_step(model, training))
     for _ in range(2):
-        state, report = step(state, TOKENS, 1e-3)
+        state, report = step(state, BATCH, 1e-3)
         state = update_layouts(state, model, METHODS["set"].update, 0.5)
     assert np.isfinite(report.loss)
 
@@ -215,12 +217,12 @@ def test_an_update_needs_no_new_program():
     plain = make_train_step(model, TRAINING)
 
     @jax.jit
-    def step(state, tokens):
+    def step(state, batch):
         traces.append(None)
-        return plain(state, tokens, 1e-2)
+        return plain(state, batch, 1e-2)
 
     for _ in range(3):
-        state, _ = step(state, TOKENS)
+        state, _ = step(state, BATCH)
         state = update_layouts(state, model, METHODS["set"].update, 0.5)
     assert len(traces) == 1
 
@@ -236,7 +238,7 @@ def test_a_model_turns_sparse_and_dense(method, name):
         expected = whole_logits(old, state.weights, TOKENS[:, :-1])
         before = jax.device_get(state.params)
         state = change_model(state, old, new)
-        _, report = jax.jit(make_train_step(new, TRAINING))(state, TOKENS, 1e-3)
+        _, report = jax.jit(make_train_step(new, TRAINING))(state, BATCH, 1e-3)
         assert np.isfinite(report.loss)
         if method == "sparse_to_dense":
             actual = whole_logits(new, state.weights, TOKENS[:, :-1])

@@ -13,6 +13,7 @@ from experiments.studies.activation_changes import (
     fit_exponents,
     with_width,
 )
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -45,7 +46,8 @@ def test_supar_is_flat_over_width_and_density():
     """The change of activations after three steps: powers of width and density near 0."""
     rng = np.random.default_rng(0)
     # A few frequent tokens, as in text, so that gradients agree and differences show early.
-    batches = [np.minimum(63, rng.zipf(1.5, (8, 17))).astype(np.int32) for _ in range(3)]
+    windows = [np.minimum(63, rng.zipf(1.5, (8, 17))).astype(np.int32) for _ in range(3)]
+    batches = list(map(Batch.from_windows, windows))
     exponents = {}
     # Three corners determine both exponents of the standard parametrization, the contrast. SuPar
     # has to be flat between all four.

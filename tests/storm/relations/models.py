@@ -231,13 +231,12 @@ def initial_weights_keep_their_function(world: World):
     logged = log[0]["loss"]
     total = weight = 0.0
     for batch in data.validation:
-        logits = world.logits(base, batch["tokens"][:, :-1])
+        logits = world.logits(base, batch.tokens)
         logits -= logits.max(-1, keepdims=True)
         logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        targets = batch["tokens"][:, 1:]
-        chosen = np.take_along_axis(logs, targets[..., None], -1)[..., 0]
-        total -= float((chosen * batch["token_weights"]).sum())
-        weight += float(batch["token_weights"].sum())
+        chosen = np.take_along_axis(logs, batch.targets[..., None], -1)[..., 0]
+        total -= float((chosen * batch.token_weights).sum())
+        weight += float(batch.token_weights.sum())
     need(not data.mixture and not config.model.mask_documents, "another loss")
     check(
         abs(total / weight - logged) <= (3e-2 if _narrow(config) else 2e-4) * abs(logged),
