@@ -29,6 +29,9 @@ Forward = Callable[[Batch, np.ndarray], tuple[jax.Array, jax.Array]]
 whether the target is the most likely token. Shard i has rows i * B / shards to (i + 1) * B /
 shards. Its places index the flattened targets of its rows."""
 
+TOKENS = 2**13
+"""Of a batch of a model that is of no run, whose context may be as long."""
+
 BUCKETS = 6
 """Maximum number of sequence lengths in a pass."""
 
@@ -104,10 +107,13 @@ def single_device_forward(trained: Model) -> Forward:
 
 
 def batch_limits(trained: Model, shards: int = 1) -> Limits:
-    """Returns limits equal to the training's micro-batches, which fit the device."""
+    """Returns limits equal to the training's micro-batches, which fit the device; of a model that
+    is of no run, a sequence or TOKENS."""
     training = trained.training
-    rows = training.batch // training.micro_batches
-    return Limits(training.sequence, rows * training.sequence, shards)
+    tokens = training.batch // training.micro_batches * training.sequence
+    if trained.record is None:
+        tokens = max(training.sequence, min(tokens, TOKENS))
+    return Limits(training.sequence, tokens, shards)
 
 
 def score(

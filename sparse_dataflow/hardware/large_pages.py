@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 _LINE, _ARENA = 64, 2**25
-"""Bytes to which jax on a CPU wants arrays aligned, so that it needs no copy, and of the memory that
-small arrays share."""
+"""Bytes to which jax on a CPU wants arrays aligned, so that it needs no copy, and bytes of the
+memory that small arrays share."""
 
 _lock = threading.Lock()
 _free = memoryview(b"")

@@ -1,5 +1,6 @@
 """Batched and bucketed scores equal the scores of single requests."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -64,6 +65,20 @@ def test_scores_equal_those_of_single_requests(trained, variant):
     assert [is_greedy for _, is_greedy in scores] == greedy and sum(greedy) >= 5
     assert (counts.requests, counts.truncated) == (len(sizes), 2)
     assert counts.tokens == sum(min(a + b - 1, 32) for a, b in sizes) <= counts.padded
+
+
+@pytest.mark.parametrize(
+    ("sequence", "tokens"), [(32, 8 * 32), (2048, 8192), (8192, 8192), (2**17, 2**17)]
+)
+def test_a_model_of_no_run_has_batches_of_bounded_tokens(trained, sequence, tokens):
+    """The context of a model that people have may be as long as a batch should be."""
+    model = trained("dense")
+    training = dataclasses.replace(model.training, sequence=sequence, batch=8, micro_batches=1)
+    imported = dataclasses.replace(model, training=training, record=None)
+    assert scoring.batch_limits(imported).tokens == tokens
+    assert (
+        scoring.batch_limits(dataclasses.replace(model, training=training)).tokens == 8 * sequence
+    )
 
 
 def recording_forward(shapes):
