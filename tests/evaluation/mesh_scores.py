@@ -13,6 +13,7 @@ import numpy as np
 
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.model.stacks import map_arrays
 from sparse_dataflow.evaluation.over_mesh import mesh_forward
 from sparse_dataflow.evaluation.scoring import batch_limits, score, single_device_forward
 from sparse_dataflow.evaluation.trained import load
@@ -25,7 +26,7 @@ if __name__ == "__main__":
     for variant in ("sparse", "dense"):
         trained = load(run, variant)
         # The test's folder has initial weights plus the step number; subtract the step.
-        params = jax.tree.map(lambda leaf, step=trained.step: leaf - step, trained.params)
+        params = map_arrays(lambda leaf, step=trained.step: leaf - step, trained.params)
         trained = dataclasses.replace(trained, params=params)
         draw = functools.partial(rng.integers, trained.tokenizer.vocab_size)
         requests = [(draw(size=1 + i % 20), draw(size=1 + i % 11)) for i in range(30)]
