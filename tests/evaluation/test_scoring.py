@@ -76,8 +76,8 @@ def test_a_model_of_no_run_has_batches_of_bounded_tokens(trained, sequence, toke
     training = dataclasses.replace(model.training, sequence=sequence, batch=8, micro_batches=1)
     imported = dataclasses.replace(model, training=training, record=None)
     assert scoring.batch_limits(imported).tokens == tokens
-    of_a_run = dataclasses.replace(imported, record=object())
-    assert scoring.batch_limits(of_a_run).tokens == 8 * sequence
+    recorded = dataclasses.replace(imported, record=object())
+    assert scoring.batch_limits(recorded).tokens == 8 * sequence
 
 
 def recording_forward(shapes):
