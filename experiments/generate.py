@@ -55,8 +55,9 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
     )
     form: str = setting(
         AUTO,
-        "How weights are decoded on a CPU: rows reads the stored ones of masks of rows (1x16) "
-        "alone, int8 rounds, dense multiplies by XLA; auto is the fastest that does not round.",
+        "How weights are decoded on a CPU: rows reads the stored ones of blocks and of masks of "
+        "rows (1x16) alone, int8 rounds, dense multiplies by XLA; auto is the fastest that does "
+        "not round.",
         choices=FORMS,
     )
     prompt: str = setting("", "Text to continue; empty begins a document.")

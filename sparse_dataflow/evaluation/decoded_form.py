@@ -1,7 +1,8 @@
 """The form in which weights are decoded: as rows on a CPU, else whole.
 
-A kernel of CPUs reads rows, such as 1 input x 16 outputs: those of a mask alone, or all of a whole
-matrix.  This is decided here, when a model is prepared for decoding, and nowhere else.
+A kernel of CPUs reads rows, such as 1 input x 16 outputs: those of blocks or of a mask alone, or
+all of a whole matrix.  This is decided here, when a model is prepared for decoding, and nowhere
+else.
 """
 
 import functools
@@ -14,9 +15,10 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.ops import dispatch, platforms
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.masked import Masked
-from sparse_dataflow.core.weights.rows import all_rows, rows_of
+from sparse_dataflow.core.weights.rows import all_rows, rows_of, rows_of_blocks
 from sparse_dataflow.core.weights.weight import Linear, Thresholded
 from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, INT8, ROWS
@@ -42,8 +44,8 @@ def check(config: ModelConfig, form: str) -> None:
         raise UserError(f"Rows run on CPUs, and this is {dispatch.platform()}; legal: {DENSE}.")
     if form == ROWS and not any(_width(config, name) for name in config.projections):
         raise UserError(
-            "The model has no masks of rows (--pattern=masked --block=1x16, or another "
-            f"multiple of 8 outputs), so its weights cannot be {ROWS}; legal: {AUTO}, {DENSE}."
+            "The model has no blocks and no masks of rows (--pattern=masked --block=1x16) of a "
+            f"multiple of 8 outputs, so its weights cannot be {ROWS}; legal: {AUTO}, {DENSE}."
         )
 
 
@@ -71,8 +73,13 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
         def as_rows(stored):
             if not _is_concrete(stored):
                 return stored
-            if width and (rows := rows_of(stored, width)):
+            is_blocks = isinstance(stored, BlockSparse)
+            if is_blocks and (skips_zeros or not width):
+                return stored
+            if width and (rows := (rows_of_blocks if is_blocks else rows_of)(stored, width)):
                 return _placed(rows.in_int8() if form == INT8 else rows)
+            if is_blocks:
+                return stored
             if width and form == ROWS:
                 raise UserError(
                     f"The mask of {name} in layer {number} is not of rows of 1 x {width} that "
@@ -120,12 +127,14 @@ def _width(config, projection):
 
 def _is_concrete(stored):
     """Returns whether a weight is a matrix on one device, multiplied in the compute dtype."""
-    if not isinstance(stored, (Dense, Masked, Quantised)):
+    if not isinstance(stored, (BlockSparse, Dense, Masked, Quantised)):
         return False
     if getattr(stored, "precision", PRECISIONS[0]) != PRECISIONS[0]:
         return False
     arrays = jax.tree.leaves(stored)
-    if any(isinstance(array, jax.core.Tracer) for array in arrays) or arrays[0].ndim != 2:
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return False
+    if arrays[0].ndim != (3 if isinstance(stored, BlockSparse) else 2):
         return False
     return all(len(getattr(array, "devices", lambda: "1")()) == 1 for array in arrays)
 

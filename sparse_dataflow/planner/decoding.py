@@ -26,7 +26,7 @@ def decoding_bytes(
       cached: cached tokens of each row.
       activation_sparsity: share of the projections' inputs that are zeros on a CPU; a dense weight
         of one row is read without their rows.
-      rows: whether masks of rows are decoded with the stored rows alone, as on a CPU.
+      rows: whether blocks and masks of rows are decoded as rows, as on a CPU.
     """
     fractions = stored_fractions(config)
     weights: float = config.vocab_size * config.d_model
@@ -38,7 +38,9 @@ def decoding_bytes(
         if rows and (width := spec.weight.row_width(spec)):
             # A row has an index of two bytes.
             index = 2 / DTYPE_BYTES[config.compute_dtype] / width
-            stored = fan_in * fan_out * spec.density * (1 + index)
+            density = fractions[name] if spec.weight.stores_blocks else spec.density
+            stored = fan_in * fan_out * density * (1 + index)
+            stored += spec.term_numbers((fan_in, fan_out))
         elif row and skips_rows("cpu", batch, row):
             stored -= activation_sparsity * fan_in * row
         read = 1

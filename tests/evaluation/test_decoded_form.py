@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoded import DENSE, SPARSE
+from decoded import DENSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import arbitrary_params, tables_of
@@ -16,6 +16,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.masked import Masked
 from sparse_dataflow.core.weights.rows import Rows
 from sparse_dataflow.evaluation import decoded_form, kv_cache
@@ -31,6 +32,10 @@ def model(outputs=8, density=0.5, block=1, dtype="float32", layers=2):
     spec = LinearSpec("masked", density=density, block=block, block_outputs=outputs)
     shape = dataclasses.replace(DENSE, num_layers=layers, compute_dtype=dtype)
     return shape.with_linears(spec)
+
+
+def blocks(side):
+    return DENSE.with_linears(LinearSpec("block_sparse", "random", density=0.5, block=side))
 
 
 def params_of(config, seed):
@@ -126,7 +131,7 @@ def test_each_form_of_rows_compiles_the_kernels(monkeypatch, form):
     assert calls
 
 
-@pytest.mark.parametrize("config", [DENSE, SPARSE, model(4), model(1), model(4, block=4)])
+@pytest.mark.parametrize("config", [DENSE, blocks(4), model(4), model(1), model(4, block=4)])
 def test_weights_that_are_not_rows_are_refused_by_name_alone(config):
     model_weights = ModelWeights(params_of(config, 0), tables_of(config))
     with pytest.raises(UserError, match=r"no masks of rows .* legal: auto, dense"):
@@ -148,6 +153,20 @@ def test_a_mask_of_other_entries_stays_whole(monkeypatch, layer, projection):
         assert is_whole == (number == layer)
     with pytest.raises(UserError, match=f"mask of {projection} in layer {layer} is not of rows"):
         kv_cache.prepare(config, ModelWeights(params, {}), "rows")
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_blocks_are_decoded_as_rows(how, block):
+    config = dataclasses.replace(blocks(block), num_layers=1)
+    model_weights = ModelWeights(params_of(config, 0), tables_of(config))
+    rows = kv_cache.prepare(config, model_weights)
+    assert stored(rows) == {Rows}
+    whole = kv_cache.prepare(config, model_weights, "dense")
+    assert stored(whole) == {BlockSparse}
+    expected = logits(config, whole, 0, 3)
+    np.testing.assert_allclose(logits(config, rows, 0, 3), expected, 3e-4, 3e-4)
+    rounded = kv_cache.prepare(config, model_weights, "int8")
+    assert np.abs(logits(config, rounded, 0, 3) - expected).max() <= 0.1 * np.abs(expected).max()
 
 
 def test_another_form_is_refused():
@@ -194,11 +213,12 @@ def test_a_dense_model_has_the_same_logits_as_rows(how, tied, positions):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("outputs", [8, 16])
-def test_decoding_bytes_are_those_of_the_rows(monkeypatch, dtype, outputs):
+@pytest.mark.parametrize("config", [model(8), model(16), blocks(8)])
+def test_decoding_bytes_are_those_of_the_rows(monkeypatch, config, dtype):
     monkeypatch.setattr(decoded_form, "_refusal", lambda: "")
-    config = model(outputs, dtype=dtype)
-    weights = kv_cache.prepare(config, ModelWeights(params_of(config, 0), {}))
+    config = dataclasses.replace(config, compute_dtype=dtype)
+    model_weights = ModelWeights(params_of(config, 0), tables_of(config))
+    weights = kv_cache.prepare(config, model_weights)
     linears = [m for layer in weights.layers for m in layer.values() if hasattr(m, "weight")]
     read = config.vocab_size * config.d_model * jnp.dtype(dtype).itemsize
     read += sum(leaf.nbytes for leaf in jax.tree.leaves(linears))

@@ -18,9 +18,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
 from sparse_dataflow.core.ops import dispatch
-from sparse_dataflow.core.weights.rows import Rows
-from sparse_dataflow.core.weights.weight import Linear
-from sparse_dataflow.evaluation import kv_cache
+from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.planner.decoding import decoding_bytes
 
 ROWS, WIDTH, CACHE = 3, 8, 16
@@ -132,34 +130,18 @@ def test_weights_are_cast_once():
     assert len(weights.layers) == config.num_layers
 
 
-def read_bytes(leaf):
-    """Bytes of an array, or of the outputs of a table as rows, without padding."""
-    if not isinstance(leaf, Rows):
-        return leaf.nbytes
-    groups, _, width = leaf.values.shape
-    return leaf.values.nbytes * leaf.outputs // (groups * width)
-
-
 @pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("config", some(CONFIGS, "low rank", "llama", "gemma2"))
-def test_decoding_bytes_are_those_of_the_weights_and_caches(config, dtype):
+def test_decoding_bytes_are_those_of_the_weights_and_caches(monkeypatch, config, dtype):
+    monkeypatch.setattr(decoded_form, "_refusal", lambda: "there is no kernel")
     config = dataclasses.replace(config, compute_dtype=dtype)
     weights = kv_cache.random_weights(config, seed=0)
     # The cost model neglects positions, norms and gates.
     leaves = [weights.embed["tokens"]]
     for layer in weights.layers:
-        for name, linear in layer.items():
-            if "norm" in name:
-                continue
-            # The bytes of rows say what of them is padding.
-            is_rows = isinstance(linear, Linear) and isinstance(linear.weight, Rows)
-            leaves += [linear.weight] if is_rows else []
-            leaves += [
-                leaf
-                for leaf_name, leaf in arrays(linear).items()
-                if leaf_name != "gate" and not (is_rows and leaf is linear.weight.values)
-            ]
-    read = sum(map(read_bytes, leaves))
+        linears = (linear for name, linear in layer.items() if "norm" not in name)
+        leaves += [a for each in linears for name, a in arrays(each).items() if name != "gate"]
+    read = sum(leaf.nbytes for leaf in leaves)
     assert decoding_bytes(config, batch=1, cached=0) == read
     size = jnp.dtype(dtype).itemsize
     cached = 2 * config.num_layers * 3 * 7 * config.kv_heads * config.head_width * size

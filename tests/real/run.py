@@ -4,7 +4,8 @@ python tests/real/run.py                          both models
 python tests/real/run.py --models=smollm2 --short a quarter of an hour, for `make optional`
 
 Parts: ids, logits and greedy tokens of the GGUF files; exports that llama.cpp runs; a pruned model
-that it runs; adapters on a chat file. Ends with a table, and with status 1 if a part failed.
+that it runs; adapters on a chat file; the table of pruned and quantised models, of two layers; and
+tokens a second. Ends with a table, and with status 1 if a part failed.
 """
 
 import argparse
@@ -239,10 +240,28 @@ def check_finetuned(name, path, table, folder):
               "Basel" in answer)  # fmt: skip
 
 
+SCRIPTS = {
+    "table": "--layers=2 --tokens=2048 --tested=1024 --rows=dense,llama_cpp_q8_0,single_50,rows_16",
+    "speed": "--rounds=3",
+}
+"""Parts 4 and 7 -> flags of a short form; the pages have the long ones."""
+
+
+def check_script(name, part, table, folder):
+    """Runs a script that measures, into a folder of its own, and prints what it prints."""
+    script = Path(__file__).with_name(f"{part}.py")
+    command = [sys.executable, script, f"--model={name}", *SCRIPTS[part].split(), f"--out={folder}"]
+    start = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    result = f"{part}.py {SCRIPTS[part]}: {time.monotonic() - start:.0f} s"
+    table.add(name, "measured as printed above", result, not done.returncode)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="smollm2,gemma3")
-    parser.add_argument("--parts", default="in,out,pruned,finetuned")
+    parser.add_argument("--parts", default="in,out,pruned,finetuned,table,speed")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     parts, table = options.parts.split(","), Table()
@@ -258,6 +277,9 @@ def main():
                 check_pruned(name, path, table, folder, options.short)
             if "finetuned" in parts and name == "smollm2" and not options.short:
                 check_finetuned(name, path, table, folder)
+            for part in SCRIPTS:
+                if part in parts and name == "smollm2" and not options.short:
+                    check_script(name, part, table, folder)
     print(f"\n{table}")
     return 1 if table.failed else 0
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
+from sparse_dataflow.core.ops.row_matmul import row_width
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
     LEAF,
@@ -79,16 +80,24 @@ class BlockSparse(Weight):
 
         return grouped_products(x, self.values.astype(x.dtype), self.layout, tiles)
 
+    def concrete_layout(self) -> BlockLayout:
+        """Returns the layout of a weight whose tables are no tracers."""
+        if isinstance(self.layout, LayoutTables):
+            return BlockLayout.from_tables(self.layout, self.values.shape[-1])
+        return self.layout
+
     def dense(self):
         import jax.numpy as jnp
 
-        layout = self.layout
-        if isinstance(layout, LayoutTables):
-            layout = BlockLayout.from_tables(layout, self.values.shape[-1])
+        layout = self.concrete_layout()
         stack, block = self.values.shape[:-3], layout.block
         grid = jnp.zeros((*stack, *layout.mask.shape, block, block), self.values.dtype)
         grid = grid.at[..., layout.rows, layout.cols, :, :].set(self.values)
         return grid.swapaxes(-3, -2).reshape(*stack, layout.in_features, layout.out_features)
+
+    @classmethod
+    def row_width(cls, spec):
+        return row_width(spec.block)
 
     @classmethod
     def shapes(cls, spec, sides):

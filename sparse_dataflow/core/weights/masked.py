@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
+from sparse_dataflow.core.ops.row_matmul import row_width
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
@@ -94,10 +95,7 @@ class Masked(Weight):
 
     @classmethod
     def row_width(cls, spec):
-        from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
-
-        width = math.gcd(spec.block_sides[1], max(ROW_WIDTHS))
-        return width if width in ROW_WIDTHS else 0
+        return row_width(spec.block_sides[1])
 
     @classmethod
     def check(cls, name, spec, sides):

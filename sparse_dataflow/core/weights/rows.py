@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.ops.row_matmul.row_matmul_op import row_matmul
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Quantised
 from sparse_dataflow.core.weights.kind import METADATA, Weight
 from sparse_dataflow.core.weights.masked import Masked
@@ -95,3 +96,34 @@ def rows_of(weight: Masked, width: int) -> Rows | None:
     values = kernel.reshape(inputs, -1, width)[table, groups]
     values[np.arange(rows) >= fan_in[:, None]] = 0
     return Rows(jnp.asarray(values), outputs, jnp.asarray(table))
+
+
+def rows_of_blocks(weight: BlockSparse, width: int) -> Rows | None:
+    """Returns a block-sparse weight as rows; None if it has more inputs than an index can name, or
+    if rows that are padding would be a third of all.
+
+    Args:
+      weight: of one layer, with concrete arrays.
+      width: outputs of a row; see `BlockSparse.row_width`.
+    """
+    blocks, layout = np.asarray(weight.values), weight.concrete_layout()
+    size, columns, fan_in = layout.block, layout.out_blocks, layout.fan_in
+    most = max(1, int(fan_in.max()))
+    if layout.in_features > 2**16 or columns * most > 1.5 * layout.nnz:
+        return None
+    # Columns of fewer blocks read the first inputs too, times zeros.
+    place = np.arange(layout.nnz) - np.repeat(np.cumsum(fan_in) - fan_in, fan_in)
+    first = np.zeros((columns, most), np.uint16)
+    first[layout.cols, place] = np.asarray(layout.rows) * size
+    table = (first[..., None] + np.arange(size, dtype=np.uint16)).reshape(columns, -1)
+    if (fan_in == most).all():
+        values = blocks
+    else:
+        values = np.zeros((columns, most, size, size), blocks.dtype)
+        values[layout.cols, place] = blocks
+    values = values.reshape(columns, most * size, size // width, width).swapaxes(1, 2)
+    return Rows(
+        jnp.asarray(values.reshape(-1, most * size, width)),
+        layout.out_features,
+        jnp.asarray(table.repeat(size // width, axis=0)),
+    )

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from sparse_dataflow.chips.cpu import kernels as native
-from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS
+from sparse_dataflow.core.layouts.layout import BlockLayout
+from sparse_dataflow.core.ops.row_matmul import ROW_WIDTHS, row_width
 from sparse_dataflow.core.ops.row_matmul.row_matmul_op import IMPLEMENTATIONS, row_matmul
+from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.masked import Masked
-from sparse_dataflow.core.weights.rows import all_rows, rows_of
+from sparse_dataflow.core.weights.rows import all_rows, rows_of, rows_of_blocks
 from sparse_dataflow.files.errors import UserError
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -110,6 +113,24 @@ def test_rows_hold_the_stored_weights_alone(case):
     most = max(1, weight.mask[:, ::width].sum(0).max())
     assert rows.values.shape == (weight.kernel.shape[1] // width, most, width)
     assert jnp.count_nonzero(rows.values) == np.count_nonzero(weight.kernel[weight.mask])
+
+
+@settings(max_examples=30)
+@given(
+    block=st.sampled_from([8, 16, 24, 64, 128]),
+    mask=hnp.arrays(bool, st.tuples(st.integers(1, 4), st.integers(1, 4))),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_blocks_are_the_blocks(block, mask, seed):
+    layout = BlockLayout.from_mask(mask | (mask.sum() == 0), block)
+    values = np.random.default_rng(seed).normal(size=(layout.nnz, block, block))
+    weight = BlockSparse(values.astype(np.float32), layout)
+    rows = rows_of_blocks(weight, row_width(block))
+    padded = layout.out_blocks * layout.fan_in.max()
+    assert (rows is None) == (padded > 1.5 * layout.nnz)
+    if rows is not None:
+        x = np.eye(layout.in_features, dtype=np.float32)
+        np.testing.assert_array_equal(x @ rows, weight.dense())
 
 
 @pytest.mark.parametrize(
