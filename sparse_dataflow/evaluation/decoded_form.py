@@ -23,7 +23,6 @@ from sparse_dataflow.core.weights.weight import Linear, Thresholded
 from sparse_dataflow.data import cache
 from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, INT8, ROWS
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware import large_pages
 from sparse_dataflow.hardware.processor import processor
 
 KERNELS = "kernels"
@@ -77,7 +76,7 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
             if is_blocks and (skips_zeros or not width):
                 return stored
             if width and (rows := (rows_of_blocks if is_blocks else rows_of)(stored, width)):
-                return _placed(rows.in_int8() if form == INT8 else rows)
+                return rows.in_int8() if form == INT8 else rows
             if is_blocks:
                 return stored
             if width and form == ROWS:
@@ -86,10 +85,8 @@ def layer_in_form(config: ModelConfig, layer: dict, form: str, number: int) -> d
                     f"are fewer bytes than the whole weight; legal: {AUTO}, {DENSE}, {INT8}."
                 )
             if isinstance(stored, Quantised):
-                return _placed(all_rows(stored.kernel, stored.kernel_scale))
-            if skips_zeros:
-                return stored
-            return _placed(all_rows(stored.dense(), in_int8=form == INT8))
+                return all_rows(stored.kernel, stored.kernel_scale)
+            return stored if skips_zeros else all_rows(stored.dense(), in_int8=form == INT8)
 
         return Linear(module.weight.map_stored(as_rows), module.bias)
 
@@ -103,13 +100,8 @@ def ends_in_form(config: ModelConfig, embed: dict, head: dict, form: str) -> tup
     table = section[name]
     if not _as_rows(config, form) or not _is_concrete(Dense(table)):
         return embed, head
-    replaced = {**section, name: _placed(all_rows(table.T, in_int8=form == INT8))}
+    replaced = {**section, name: all_rows(table.T, in_int8=form == INT8)}
     return (embed, replaced) if section is head else (replaced, head)
-
-
-def _placed(rows):
-    """Returns rows in large pages, from which a processor reads a tenth faster."""
-    return jax.tree.map(large_pages.placed, rows)
 
 
 def _as_rows(config, form):

@@ -45,8 +45,8 @@ def _mapped(size):
     return memoryview(mapped)
 
 
-def placed(array: jax.Array) -> jax.Array:
-    """Returns a copy of an array of a CPU in this memory."""
+def placed(array: jax.Array | np.ndarray) -> jax.Array:
+    """Returns a copy of an array, which is of a CPU, in this memory."""
     copy = empty(array.shape, array.dtype)
     copy[...] = np.asarray(array)
     return jax.device_put(copy)

@@ -1,7 +1,9 @@
-"""Weights as rows, the form in which a CPU decodes: of masked weights the stored ones alone."""
+"""Weights as rows, the form in which a CPU decodes: of blocks and masks the stored ones alone.
+
+A processor reads them a tenth faster from large pages.
+"""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Quantised
 from sparse_dataflow.core.weights.kind import METADATA, Weight
 from sparse_dataflow.core.weights.masked import Masked
+from sparse_dataflow.hardware import large_pages
 
 WIDTH = 16
 """Outputs of a row of a whole matrix."""
@@ -52,23 +55,26 @@ class Rows(Weight):
         """Returns the rows with values in int8 and a scale for each output."""
         arrays = Quantised.arrays_of_dense({"kernel": self.values})
         scale = arrays["kernel_scale"].reshape(-1)
-        return dataclasses.replace(self, values=arrays["kernel"], scale=scale)
+        values = large_pages.placed(arrays["kernel"])
+        return dataclasses.replace(self, values=values, scale=scale)
 
 
-@functools.partial(jax.jit, static_argnames="in_int8")
 def all_rows(kernel: jax.Array, scale: jax.Array | None = None, in_int8: bool = False) -> Rows:
     """Returns a whole matrix [in, out] as rows.
 
     Args:
+      kernel: concrete.
       scale: float32 [out], of a matrix of int8.
       in_int8: whether the values become int8.
     """
-    inputs, outputs = kernel.shape
-    padding = -outputs % WIDTH
-    padded = jnp.pad(kernel, [(0, 0), (0, padding)])
-    values = padded.reshape(inputs, -1, WIDTH).swapaxes(0, 1)
-    scale = None if scale is None else jnp.pad(scale, [(0, padding)])
-    rows = Rows(values, outputs, scale=scale)
+    matrix = np.asarray(kernel)
+    inputs, outputs = matrix.shape
+    whole, rest = divmod(outputs, WIDTH)
+    values = large_pages.empty((whole + (rest > 0), inputs, WIDTH), matrix.dtype)
+    values[:whole] = matrix[:, : outputs - rest].reshape(inputs, whole, WIDTH).swapaxes(0, 1)
+    values[whole:] = np.pad(matrix[:, outputs - rest :], [(0, 0), (0, WIDTH - rest)])
+    scale = None if scale is None else jnp.pad(scale, [(0, -outputs % WIDTH)])
+    rows = Rows(jax.device_put(values), outputs, scale=scale)
     return rows.in_int8() if in_int8 else rows
 
 
@@ -95,7 +101,7 @@ def rows_of(weight: Masked, width: int) -> Rows | None:
     groups = np.arange(len(stored))[:, None]
     values = kernel.reshape(inputs, -1, width)[table, groups]
     values[np.arange(rows) >= fan_in[:, None]] = 0
-    return Rows(jnp.asarray(values), outputs, jnp.asarray(table))
+    return Rows(large_pages.placed(values), outputs, large_pages.placed(table))
 
 
 def rows_of_blocks(weight: BlockSparse, width: int) -> Rows | None:
@@ -123,7 +129,7 @@ def rows_of_blocks(weight: BlockSparse, width: int) -> Rows | None:
         values[layout.cols, place] = blocks
     values = values.reshape(columns, most * size, size // width, width).swapaxes(1, 2)
     return Rows(
-        jnp.asarray(values.reshape(-1, most * size, width)),
+        large_pages.placed(values.reshape(-1, most * size, width)),
         layout.out_features,
-        jnp.asarray(table.repeat(size // width, axis=0)),
+        large_pages.placed(table.repeat(size // width, axis=0)),
     )
