@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from experiments.planning import fitting, run_memory
+from experiments.planning import fitting, published, run_memory
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.hardware.chips import CHIPS, KNOWN, Chip
-from sparse_dataflow.planner import bands, efficiency, published
+from sparse_dataflow.planner import bands, efficiency
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR, STACKS
 from sparse_dataflow.planner.step_time import stage_parameters, step_time
 from sparse_dataflow.runs.run_config import SIZES

@@ -167,9 +167,11 @@ def batches_do_not_depend_on_their_history(world: World):
     whole = data.train.iterate(0)
     batches = [next(whole) for _ in range(stop + 2)]
     later = next(data.train.iterate(stop))
-    for name, array in batches[stop].items():
-        check(np.array_equal(array, later[name]), f"{name} of step {stop} depends on the start")
-        single = data.train[stop][name]
+    for name, array in batches[stop].rows.items():
+        check(
+            np.array_equal(array, later.rows[name]), f"{name} of step {stop} depends on the start"
+        )
+        single = data.train[stop].rows[name]
         check(np.array_equal(array, single), f"{name} of step {stop} depends on the iteration")
 
 
