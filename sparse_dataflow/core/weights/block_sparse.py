@@ -7,7 +7,6 @@ from typing import Any
 
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
-from sparse_dataflow.core.ops.row_matmul import row_width
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
     LEAF,
@@ -97,6 +96,8 @@ class BlockSparse(Weight):
 
     @classmethod
     def row_width(cls, spec):
+        from sparse_dataflow.core.ops.row_matmul import row_width
+
         return row_width(spec.block)
 
     @classmethod

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from sparse_dataflow.core.config.projections import PRECISIONS, LinearSpec
-from sparse_dataflow.core.ops.row_matmul import row_width
 from sparse_dataflow.core.weights.dense import KERNEL, Dense
 from sparse_dataflow.core.weights.kind import (
     ABILITIES,
@@ -95,6 +94,8 @@ class Masked(Weight):
 
     @classmethod
     def row_width(cls, spec):
+        from sparse_dataflow.core.ops.row_matmul import row_width
+
         return row_width(spec.block_sides[1])
 
     @classmethod
