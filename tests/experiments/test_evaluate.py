@@ -96,6 +96,8 @@ def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, t
     assert (status, error) == (0, "")
     alone = json.loads((tmp_path / "sparse" / "evaluation.json").read_text())
     assert list(alone["models"]) == ["sparse"] and alone["models"]["sparse"]["step"] == 0
+    tokens = alone["rows"][0]["items"]
+    assert any(note.endswith(f"of the first {tokens:,} tokens.") for note in alone["notes"])
     # The same held-out windows as those of the run's last evaluation.
     final = rows(copy, "sparse")[-1]
     assert alone["rows"][0]["models"]["sparse"]["value"] == pytest.approx(final["loss"], rel=1e-4)

@@ -18,7 +18,6 @@
 namespace {
 
 using Float = Vectors<kLanes>::Float;
-using Bits = Vectors<kLanes>::Bits;
 using Integers = Vectors<kLanes>::Integers;
 
 constexpr float kLeast = -1e30f;  // Score of padding.
@@ -30,7 +29,8 @@ inline Float exponential(Float x) {
   const Float n = (x * 1.44269504f + rounder) - rounder;
   const Float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Float sum = Float{} + 1.f / 5040;
-  for (float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) sum = sum * r + factor;
+  for (float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f})
+    sum = sum * r + factor;
   return sum * (Float)((__builtin_convertvector(n, Integers) + 127) << 23);
 }
 

@@ -61,9 +61,9 @@ BASELINES = ("unigram", "bigram")
 VERSION = 2
 """Raise it when the same models get other scores."""
 
-WINDOW, WINDOWS = 1024, 32
-"""Tokens of a window of held-out text, and windows, of a model that is of no run.  Its own context
-may be 8,192 tokens, of which a small computer reads those of a corpus in hours."""
+WINDOW, HELD_OUT = 1024, 32_768
+"""Tokens of a window of held-out text, and of all windows, if no model is of a run.  The context of
+such a model may be 8,192 tokens, in which a small computer reads the text of a corpus in hours."""
 
 
 def evaluate(options) -> None:
@@ -148,8 +148,12 @@ def evaluated(options) -> dict:
         scorer = getattr(ngrams, f"score_{name}")
         lms[name] = HarnessLM(first.tokenizer, context, scorer)
 
-    losses = {name: _losses(models[name], held_out, answers, *scorers[name]) for name in models}
+    limit = 0 if any(trained.record for trained in models.values()) else HELD_OUT
+    losses = {n: _losses(models[n], held_out, answers, limit, *scorers[n]) for n in models}
     rows, notes = _task_rows(ready, lms, list(models), options, context)
+    if limit:
+        read = max(len(values) for values, _, _ in losses.values())
+        notes.append(f"No model is of a run, so the loss is of the first {read:,} tokens.")
     if share:
         notes.insert(0, f"The smallest {share_words(share)} count as zeros.")
     return {
@@ -298,16 +302,16 @@ def _scorer(mesh, trained):
     return mesh_forward(trained, executor), limits
 
 
-def _losses(trained, held_out, answers, forward, limits):
-    """The loss of each held-out token that the run's last evaluation counts, or of WINDOWS windows
-    of a model that is of no run.
+def _losses(trained, held_out, answers, limit, forward, limits):
+    """The loss of each held-out token of FINAL_WINDOWS, or of `limit` tokens if that is not 0.
 
     Returns:
       float [tokens] loss in nats, int [tokens] number of its document, and their UTF-8 bytes.
     """
     sequence, windows = trained.training.sequence, FINAL_WINDOWS
-    if trained.record is None:
-        sequence, windows = min(sequence, WINDOW), WINDOWS
+    if limit:
+        sequence = min(sequence, WINDOW)
+        windows = limit // sequence
     kind = AnswerEvalBatches if answers else EvalBatches
     batches = kind(held_out, limits.rows(sequence), sequence, windows)
     places = limits.all_positions(sequence)

@@ -488,10 +488,8 @@ def token_scores(
     """
     params = weights.merged
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
-    positions = rank.context.positions(batch.tokens.shape[1]) if rank.context else None
-    local = Batch(rank.local_tokens(batch.tokens), positions=positions)
-    x = gpt.embed(config, embed, local.tokens, local, rank.shard)
-    x, _ = apply_blocks(config, weights, x, rank, local)
+    local = local_batch(config, batch, rank)
+    x, _, _ = _residual(config, embed, weights, local, rank)
     if rank.context is not None:
         x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
     return gpt.head_scores(config, head, embed["tokens"], x, batch.targets, places, rank.shard)
@@ -499,9 +497,8 @@ def token_scores(
 
 def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
-    params = weights.merged
-    x = gpt.embed(config, params["embed"], tokens)
-    x, _ = apply_blocks(config, weights, x)
+    params, batch = weights.merged, local_batch(config, Batch(tokens))
+    x, _, _ = _residual(config, params["embed"], weights, batch, SINGLE_RANK)
     return gpt.logits(config, params, x)
 
 

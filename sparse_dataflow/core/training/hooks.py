@@ -90,6 +90,8 @@ class Evolve(Hook):
         for name, mask in host_masks(trainer.state.rest).items():
             stored[name] = int(mask.sum())
             shares[name] = float((mask & ~masks[name]).sum() / stored[name])
+        # A state from a checkpoint has another order, in which the sum may have other last bits.
+        shares = {name: shares[name] for name in sorted(shares)}
         new = sum(share * stored[name] for name, share in shares.items())
         return {
             "exchanged": new / sum(stored.values()),

@@ -1,6 +1,6 @@
 """Weights as rows, the form in which a CPU decodes: of blocks and masks the stored ones alone.
 
-A processor reads them a tenth faster from large pages.
+They are in large pages, from which a processor reads faster.
 """
 
 import dataclasses

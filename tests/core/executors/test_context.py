@@ -29,9 +29,10 @@ def test_zigzag_gives_every_device_equal_causal_attention(shards):
 
 
 @pytest.mark.slow
-def test_scores_of_some_tokens_are_those_of_one_device():
+@pytest.mark.parametrize("model", ["llama", "documents"])
+def test_scores_of_some_tokens_are_those_of_one_device(model):
     texts = ["data:2,context:2,tensor:2/3/1", "fsdp:2,context:4/3/1"]
-    assert max(executor_run("scores", "llama", *texts).values()) < 2e-6
+    assert max(executor_run("scores", model, *texts).values()) < 2e-6
 
 
 @pytest.mark.slow

@@ -298,6 +298,21 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_loss_scores_and_logits_are_of_one_model(masked):
+    """Also where the tokens are of several documents."""
+    config = dataclasses.replace(MODEL, positions="rotary", mask_documents=masked)
+    weights = weights_of(arbitrary_params(config), tables_of(config))
+    tokens = tokens_of(config) % config.vocab_size
+    tokens[:, 3] = config.vocab_size - 1
+    batch = Batch.from_windows(tokens, np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size))
+    logs = jax.nn.log_softmax(whole.logits(config, weights, batch.tokens))
+    losses = -np.take_along_axis(np.asarray(logs), batch.targets[..., None], axis=-1).ravel()
+    scores, _ = whole.token_scores(config, weights, batch, np.arange(batch.targets.size))
+    np.testing.assert_allclose(scores, losses, rtol=1e-5)
+    np.testing.assert_allclose(whole.loss(config, weights, batch), losses.mean(), rtol=1e-5)
+
+
 KEPT = {
     "dense": {},
     "gated": {"gated_mlp": True, "activation": "silu", "biases": ()},
