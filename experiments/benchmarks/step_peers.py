@@ -221,7 +221,7 @@ def _parameters(model, training, dtype, device) -> tuple[dict[str, Any], list[tu
     kinds = (
         jax.tree.leaves(kind | {"blocks": [kind["blocks"] for _ in layers]})
         for kind in (
-            weight_decays(training, ours),
+            weight_decays(model, training, ours),
             learning_rate_multipliers(model, training, ours),
         )
     )

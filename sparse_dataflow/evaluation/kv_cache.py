@@ -82,7 +82,7 @@ def prepare(
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
         for i in range(len(jax.tree.leaves(arrays)[0])):
-            layer = _layer(arrays, i, dtype)
+            layer = _layer(config, arrays, i)
             if layouts:
                 layer_layout = functools.partial(_layout, config, i)
                 layer = merged(layer, stacks.map_placed_layouts(layer_layout, layouts))
@@ -104,14 +104,14 @@ def _layout(config, i, place, stacked):
     return jax.tree.map(jnp.asarray, layout)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _layer(stacked, i, dtype):
+@functools.partial(jax.jit, static_argnames="config")
+def _layer(config, stacked, i):
     """Returns layer i, in one program: an array at a time compiles one for each shape."""
 
     def cast(path, leaf):
-        known = leaf_of(path)
+        known = leaf_of(config, path)
         wide = known.role in (SCALE, TABLE) if known else getattr(path[-1], "key", "") == ROUTER
-        return leaf[i] if wide else leaf[i].astype(dtype)
+        return leaf[i] if wide else leaf[i].astype(config.compute_dtype)
 
     return jax.tree_util.tree_map_with_path(cast, stacked)
 

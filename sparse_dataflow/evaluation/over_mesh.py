@@ -27,7 +27,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     executor.check(
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
-    params, rest = without_tables(trained.params)
+    params, rest = without_tables(trained.model, trained.params)
     state = TrainState(np.int32(0), params, (), (), rest)
     weights = executor.place(state, trained.model).weights
     weights = executor.place_layouts(weights, trained.model, changing=False)

@@ -15,11 +15,14 @@ from sparse_dataflow.core.checkpoint.checkpoint import Checkpoints
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.layouts.layout import blocks_text
 from sparse_dataflow.core.model import left_out, partition
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import (
     ModelWeights,
+    layout_of_leaf,
     layouts_by_name,
+    layouts_by_place,
     split_layouts,
 )
 from sparse_dataflow.core.optim.by_weight import evaluated
@@ -31,6 +34,7 @@ from sparse_dataflow.core.training.saved_state import (
     identity,
 )
 from sparse_dataflow.core.training.transitions import copied_blocks
+from sparse_dataflow.core.weights.texts import array_text
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import (
     RunRecord,
@@ -85,9 +89,18 @@ class Model:
     facts: Mapping[str, Any]
 
     def __repr__(self):
-        lines = repr(self.weights).splitlines()[1:]
-        title = f"Model({self.variant}, step {self.step:,}, {self.tokenizer}"
-        return "\n".join([title, *lines])
+        lines = [f"Model({self.variant}, step {self.step:,}, {self.tokenizer}"]
+        arrays, layouts = split_layouts(self.params)[0], layouts_by_place(self.params)
+        for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+            layout = layout_of_leaf(self.model, path, layouts)
+            text = f"  {jax.tree_util.keystr(path, simple=True, separator='/')}={array_text(array)}"
+            # A map over the model may have put anything in place of the arrays.
+            if layout and np.ndim(array) > 2 and np.ndim(layout.in_index) > 1:
+                *_, stored, block, _ = array.shape
+                ins, outs = layout.grid[-2:]
+                text += f": {blocks_text(ins, outs, stored, block)}"
+            lines.append(text)
+        return "\n".join([*lines, ")"])
 
     @property
     def context(self) -> int:
@@ -104,7 +117,7 @@ class Model:
 
         The key of the parameters names their layouts, so orbax refuses those of other layouts.
         """
-        trained, rest = without_tables(self.params)
+        trained, rest = without_tables(self.model, self.params)
         name = f"params_layout_{self._static.layouts[:16]}" if rest else "params"
         return ((jax.tree_util.GetAttrKey(name), trained),), self._static
 
@@ -121,7 +134,7 @@ class Model:
 
     @functools.cached_property
     def _static(self):
-        _, rest = without_tables(self.params)
+        _, rest = without_tables(self.model, self.params)
         return _Static(
             dataclasses.replace(self, folder=Path(), params=rest, step=0, record=None, facts={})
         )
@@ -215,7 +228,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         phase_before(SavedProgress.from_extra(facts, model_phases).phases, step)
     ].model
     frozen, layouts = split_layouts(state.state(shape).rest)
-    params = evaluated(training, state.moments, state.params)
+    params = evaluated(shape, training, state.moments, state.params)
     if shape.left_out:
         params, frozen = whole_params(shape, params, frozen), left_out.without(frozen)
         shape = shape.with_all_features

@@ -59,12 +59,11 @@ def dense_module(model: ModelConfig, name: str, module: dict) -> dict:
       module: its parameters with its layout, of one layer, in numpy.
     """
     spec = model.linear(name)
-    form = spec.weight.form(module)
-    kernel = np.asarray(form.from_arrays(module, PRECISIONS[0]).dense())
+    kernel = np.asarray(spec.weight.form(spec).from_arrays(module, PRECISIONS[0]).dense())
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)
-    kernel = with_term(Dense(kernel), module).dense()
+    kernel = with_term(spec, Dense(kernel), module).dense()
     return {"kernel": kernel, **({"bias": module["bias"]} if "bias" in module else {})}
 
 

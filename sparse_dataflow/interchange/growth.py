@@ -24,7 +24,7 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.weights.kind import LEAVES, ROUTER, TERMS, is_table
+from sparse_dataflow.core.weights.kind import ROUTER, TABLE
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wider, wider_config
@@ -155,14 +155,14 @@ def _deeper(old, weights, num_layers, spread, rng):
     sources = layer_sources(old.num_layers, num_layers)
     is_new = np.diff(sources, prepend=-1) == 0
     layers = [
-        as_identity(_varied(trees[i], spread, rng)) if new else trees[i]
+        as_identity(config, _varied(config, trees[i], spread, rng)) if new else trees[i]
         for i, new in zip(sources, is_new)
     ]
     blocks = stacks.stacked_layers(config, layers)
     return config, ModelWeights({**params, "blocks": blocks})
 
 
-def _varied(tree, spread, rng):
+def _varied(model, tree, spread, rng):
     """Returns the parameters of a block, or of experts, with varied projections.
 
     Each weight of a projection is multiplied by a number drawn from 1 - spread to 1 + spread.
@@ -171,14 +171,15 @@ def _varied(tree, spread, rng):
     result = dict(tree)
     for name, module in tree.items():
         if name in PROJECTIONS and name not in ROW_PARALLEL and spread:
+            leaves = model.linear(name).weight.leaves()
             result[name] = {
                 n: a * rng.uniform(1 - spread, 1 + spread, a.shape).astype(np.float32)
-                if n in LEAVES and n not in TERMS and not is_table(n)
+                if n in leaves and leaves[n].role != TABLE
                 else a
                 for n, a in module.items()
             }
         elif name in ("experts", "shared"):
-            result[name] = _varied(module, spread, rng)
+            result[name] = _varied(model, module, spread, rng)
     return result
 
 

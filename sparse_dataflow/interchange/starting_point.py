@@ -377,7 +377,7 @@ def initial_state_from(
         shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
         norms = input_norms(shape, start.weights, calibration, mixed)
         norms = collectives.broadcast_arrays(norms)  # Each process has other rows of the batches.
-    params, rest = without_tables(stacks.map_arrays(jnp.array, start.params))
+    params, rest = without_tables(start.model, stacks.map_arrays(jnp.array, start.params))
     state = TrainState(step, params, (), key, rest)
     if to_pattern:
         pattern_pruning.refuse(start.model, start.params, model)
@@ -415,7 +415,7 @@ def adapter_state_from(
       UserError: the weights of `start` are not those of `model` without its adapters.
     """
     refuse_other_base(start, model)
-    params = jax.jit(lambda key: adapters.factors(gpt.init(model, key)))(
+    params = jax.jit(lambda key: adapters.factors(model, gpt.init(model, key)))(
         jax.random.key(training.seed)
     )
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)

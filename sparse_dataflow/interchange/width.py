@@ -26,7 +26,7 @@ from sparse_dataflow.core.config.projections import (
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import ModelWeights
-from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, LEAVES, ROUTER
+from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, ROUTER
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
 
@@ -136,7 +136,7 @@ def wider(
         for name, layout in stored.items():
             wide_layouts.setdefault(name, []).append(_repeated(layout, sources, name))
         repeated = {name: (layout, wide_layouts[name][i]) for name, layout in stored.items()}
-        layers.append(_block(layer, sources, repeated, rng))
+        layers.append(_block(config, layer, sources, repeated, rng))
     # The logits sum over all copies, which SuPar divides by the width.
     factor = np.float32(new.d_model / old.d_model if old.supar else 1)
     embed = {name: leaf[:, sources.stream] for name, leaf in params["embed"].items()}
@@ -166,7 +166,7 @@ def reordered(
     """
     stream, rng = sources[0].stream, np.random.default_rng()
     trees = stacks.layers(params["blocks"])
-    layers = [_block(tree, source, {}, rng) for tree, source in zip(trees, sources)]
+    layers = [_block(model, tree, source, {}, rng) for tree, source in zip(trees, sources)]
     norm = {name: leaf[stream] for name, leaf in params["head"]["norm"].items()}
     head = {**params["head"], "norm": norm}
     if not model.tied_embeddings:
@@ -175,12 +175,12 @@ def reordered(
     return {"embed": embed, "blocks": stacks.stacked_layers(model, layers), "head": head}
 
 
-def _block(tree, sources, layouts, rng):
+def _block(model, tree, sources, layouts, rng):
     """Returns the wider parameters of a block, of its experts or of the shared expert."""
     result = {}
     for name, module in tree.items():
         if name in PROJECTIONS:
-            result[name] = _projection(name, module, sources, layouts.get(name), rng)
+            result[name] = _projection(model, name, module, sources, layouts.get(name), rng)
         elif name == ROUTER:
             result[name] = _shared(module, sources.stream, rng)
         elif name in ("norm1", "norm2", "norm1_out", "norm2_out"):
@@ -189,18 +189,18 @@ def _block(tree, sources, layouts, rng):
             index = sources.heads[name[0]]
             result[name] = {leaf: _select_heads(array, index) for leaf, array in module.items()}
         elif name in ("experts", "shared"):
-            result[name] = _block(module, sources, layouts, rng)
+            result[name] = _block(model, module, sources, layouts, rng)
         else:  # Norms of queries and keys, over the width of a head.
             result[name] = module
     return result
 
 
-def _projection(name, module, sources, layouts, rng):
+def _projection(model, name, module, sources, layouts, rng):
     """Returns the wider leaves of a projection; `layouts` are (old, new) or None."""
     inputs, outputs = sources.projection(name)
-    result = {}
+    result, leaves = {}, model.linear(name).leaves
     for leaf, array in module.items():
-        known = LEAVES.get(leaf, BIAS)
+        known = leaves.get(leaf, BIAS)
         if known.is_blocks:
             array = layouts[0].to_dense(array)
         if known.output_dim is not None:

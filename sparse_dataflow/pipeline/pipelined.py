@@ -103,7 +103,7 @@ class Pipelined(Sharded):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype."""
         micro_batches, plan = how.micro_batches, self._plan(model, how.micro_batches)
         rank, specs, gradient_specs = self._rank(model, weights)
-        gathered = sharding.gathered_specs(specs.params, self.exchange)
+        gathered = sharding.gathered_specs(model, specs.params, self.exchange)
 
         def block(layer_config, params, rest, x, batch):
             layer = layer_weights(layer_config, merged(params, rest))
@@ -190,7 +190,7 @@ class Pipelined(Sharded):
         return pipeline.make_plan(self.division, table)
 
     def _gathered(self, model, params, specs):
-        specs = sharding.gathered_specs(specs, self.exchange)
+        specs = sharding.gathered_specs(model, specs, self.exchange)
         return {
             name: sharding.gather(section, specs[name], model.compute_dtype)
             for name, section in params.items()

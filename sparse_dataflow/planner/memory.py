@@ -172,7 +172,7 @@ def bytes_of_states(config: ModelConfig, optimizer: str) -> float:
 
     training = TrainingConfig(optimizer=optimizer)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
-    states = jax.eval_shape(functools.partial(by_weight.init, training), params)
+    states = jax.eval_shape(functools.partial(by_weight.init, config, training), params)
     arrays = jax.tree.leaves(states)
     size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     return size / sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

@@ -14,10 +14,9 @@ from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.transitions import host_masks
-from sparse_dataflow.core.weights.kind import BIAS, LEAVES, Leaf
+from sparse_dataflow.core.weights.kind import BIAS, Leaf
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.layer_by_layer import (
@@ -212,7 +211,7 @@ def to_blocks(
 
 def stored_before(model: ModelConfig, weights: ModelWeights) -> dict[str, Any]:
     """Returns projection -> layout, or mask bool [in, out], of each layer of a model."""
-    masks = host_masks(without_tables(weights.merged)[1])
+    masks = host_masks(model, weights.merged)
     return {**stacks.layouts_of(model, weights.merged), **masks}
 
 
@@ -350,7 +349,7 @@ def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) 
     heads, group = remaining["attn_out"], model.num_heads // model.kv_heads
     if name in ROW_PARALLEL:
         rows = np.repeat(remaining[name], model.projection_shape(name)[0] // len(remaining[name]))
-        return _cut(leaves, rows, lambda leaf: leaf.input_dim)
+        return _cut(model.linear(name), leaves, rows, lambda leaf: leaf.input_dim)
     if name in MLP:
         columns = remaining["mlp_out"]
     elif name == "q" or (name in KEY_VALUE and group == 1):
@@ -362,12 +361,12 @@ def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) 
         columns = np.repeat(np.concatenate([queries, both, both], 1), model.head_width)
     else:
         return leaves
-    return _cut(leaves, columns, lambda leaf: leaf.output_dim)
+    return _cut(model.linear(name), leaves, columns, lambda leaf: leaf.output_dim)
 
 
-def _cut(arrays: Mapping[str, object], stay: np.ndarray, dim: Callable[[Leaf], int | None]) -> Any:
+def _cut(spec, arrays, stay: np.ndarray, dim: Callable[[Leaf], int | None]) -> Any:
     """Returns the arrays of a projection with some entries of a dimension; others as they are."""
-    dims = {name: dim(LEAVES.get(name, BIAS)) for name in arrays}
+    dims = {name: dim(spec.leaves.get(name, BIAS)) for name in arrays}
     return {
         name: array if dims[name] is None else np.compress(stay, array, axis=dims[name])
         for name, array in arrays.items()

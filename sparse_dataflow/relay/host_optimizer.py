@@ -168,7 +168,7 @@ def update_weights(
     copy: np.ndarray | None = None,
     *,
     training: TrainingConfig,
-    path: tuple,
+    axes: int,
     rows: slice | None = None,
 ) -> None:
     """Runs one step of an optimizer of `by_weight` on a parameter of any shape, by XLA on the CPU.
@@ -177,11 +177,11 @@ def update_weights(
 
     Args:
       training: names the optimizer.
-      path: of the parameter in its section.
+      axes: `matrix_leaves.weight_axes` of the parameter.
       rows: of the parameter that change; None for all.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        program = _weights_program(training, path, rates.decay)
+        program = _weights_program(training, axes, rates.decay)
         arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
         results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
     parameter, state = jax.tree.map(np.asarray, results)
@@ -198,12 +198,11 @@ def update_weights(
 
 
 @functools.cache
-def _weights_program(training, path, decay):
+def _weights_program(training, axes, decay):
     @jax.jit
     def program(parameter, gradient, state, clip, rate):
         gradient = gradient.astype(jnp.float32) * clip
-        arguments = path, gradient, state, parameter, rate, decay
-        step, state = by_weight.update_leaf(training, *arguments)
+        step, state = by_weight.update_leaf(training, axes, gradient, state, parameter, rate, decay)
         return parameter + step, state
 
     return program

@@ -149,16 +149,16 @@ def fresh_state(
         block = _initializer(group_model, "block")(keys["blocks"][number])
         # Layers that join later add nothing at first; see `DepthSchedule`.
         if starting_blocks is not None and number >= starting_blocks:
-            block = as_identity(block)
+            block = as_identity(model, block)
         fill(number, {"blocks": jax.tree.map(lambda leaf: leaf[None], block)})
     if not training.is_built_in:
         for each in all_sections(model.stored_layers):
             tree = view(params, each)
             if isinstance(each, int):
                 stacked = {"blocks": jax.tree.map(lambda leaf: leaf[None], tree)}
-                states = view(by_weight.init(training, stacked, each), 0)
+                states = view(by_weight.init(model, training, stacked, each), 0)
             else:
-                states = by_weight.init(training, {each: tree})[each]
+                states = by_weight.init(model, training, {each: tree})[each]
             _fill(view(mu, each), states)
     moments = with_steps_left(training, with_moments(shapes.moments, 0, mu, nu))
     rest = merged(rest, layouts)

@@ -87,13 +87,13 @@ def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
     columns = zip(
         jax.tree_util.tree_leaves_with_path(masters),
         jax.tree.leaves(multipliers),
-        jax.tree.leaves(weight_decays(training, masters)),
-        jax.tree.leaves(matrices_like(masters, weights)),
+        jax.tree.leaves(weight_decays(model, training, masters)),
+        jax.tree.leaves(matrices_like(model, masters, weights)),
         strict=True,
     )
 
     def facts(path, multiplier, decay, matrices):
-        has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(path)
+        has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(model, path)
         return LeafFacts(
             path, multiplier, decay, matrices if has_muon else None, device_dtype(model, path)
         )
@@ -361,8 +361,9 @@ class ServerStep:
             rates = Rates(self._count, factor, rate, leaf.decay, *betas)
             rows = _updated_rows(leaf.path, self._alone)
             if not training.is_built_in:
+                axes = matrix_leaves.weight_axes(server.model, leaf.path)
                 update = functools.partial(
-                    host_optimizer.update_weights, training=training, path=leaf.path, rows=rows
+                    host_optimizer.update_weights, training=training, axes=axes, rows=rows
                 )
                 flat = None if copy is None else copy.reshape(-1)
                 whole = functools.partial(update, old, gradient, rates, new, flat)

@@ -36,11 +36,11 @@ def equal(first, second):
 def test_loss_and_gradients_are_those_of_the_trainer():
     model, batch = draw(), tokens()
     loss, gradients = jax.value_and_grad(sd.loss)(model, batch)
-    weights = weights_of(*without_tables(model.params))
+    weights = weights_of(*without_tables(model.model, model.params))
     expected = whole.loss_and_gradients(model.model, weights, Batch.from_windows(batch))
     np.testing.assert_allclose(loss, expected[0]["loss"].number(), rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)  # noqa: E731
-    jax.tree.map(close, without_tables(gradients.params)[0], expected[1])
+    jax.tree.map(close, without_tables(gradients.model, gradients.params)[0], expected[1])
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits():

@@ -12,7 +12,6 @@ from small_models import whole_logits
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import partition, stacks
-from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.transitions import host_masks
 from sparse_dataflow.data.tokenizer import Tokenizer
@@ -98,11 +97,11 @@ def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
         state = initial_state_from(start, before, TRAINING)
         params = jax.device_get(partition.merged(state.params, state.rest))
         start = StartingPoint(before, params, NO_TOKENIZER, {})
-    old_masks = host_masks(without_tables(start.params)[1])
+    old_masks = host_masks(start.model, start.params)
     errors = {}
     for prune_by in ("rebuild", "weights"):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
-        masks = host_masks(state.rest)
+        masks = host_masks(after, state.rest)
         merged = partition.merged(state.params, state.rest)
         exact = whole_logits(before, start.weights, OTHERS)
         errors[prune_by] = np.linalg.norm(

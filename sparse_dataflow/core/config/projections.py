@@ -121,6 +121,12 @@ class LinearSpec(Readable):
         """The class of its added term, which says its facts as a kind does; None without one."""
         return next((term for name, term in ADDED_TERMS.items() if getattr(self, name)), None)
 
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """Name of each array of its weight and its added term -> `weights.kind.Leaf`."""
+        term = self.term.leaves() if self.term else {}
+        return {**self.weight.form(self).leaves(), **term}
+
     def term_numbers(self, sides: tuple[int, int], roles: Collection[str] = ("matrix",)) -> int:
         """Returns the numbers of a layer's added term, of arrays of some roles; 0 without one."""
         return self.term.numbers(self, sides, roles) if self.term else 0

@@ -101,7 +101,7 @@ def _in_order(model, gradients, features):
     back = np.argsort(features)
 
     def in_order(name, leaf, array):
-        dim = sharding.residual_dim(f"blocks.{name}.{leaf}")
+        dim = sharding.residual_dim(model, f"blocks.{name}.{leaf}")
         return array if dim is None else jnp.take(array, back, axis=dim)
 
     return {

@@ -32,7 +32,7 @@ from sparse_dataflow.core.model import partition, stacks
 from sparse_dataflow.core.model.shard import Shard
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
-from sparse_dataflow.core.weights.kind import LEAVES
+from sparse_dataflow.core.weights.kind import BIAS
 from sparse_dataflow.files.errors import UserError
 
 
@@ -185,7 +185,7 @@ class Sharded(TracedExecutor):
         fsdp = self.zero >= sharding.ZERO["gradients"]
         gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
         all_specs = partition.merged(specs, stacks.split_layouts(rest_specs)[0])
-        all_specs = sharding.gathered_specs(all_specs, self.exchange)
+        all_specs = sharding.gathered_specs(model, all_specs, self.exchange)
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
         by_group["blocks"] = tuple(map(sharding.layer_specs, by_group["blocks"]))
         # An axis of one device has no name here, so that the model's sections call no collective
@@ -232,7 +232,7 @@ class Sharded(TracedExecutor):
         return self._with_rows(self._reordered(state, model, lambda order: order), model)
 
     def placed_shapes(self, state, model):
-        shapes = self._row_shapes(state)
+        shapes = self._row_shapes(state, model)
         if shapes is state:
             return state
         return jax.tree.map(abstract, shapes, self.shardings(shapes, model))
@@ -240,7 +240,7 @@ class Sharded(TracedExecutor):
     def canonical(self, state, model):
         return self._reordered(self._with_rows(state, model, model.vocab_size), model, cuts.inverse)
 
-    def _row_shapes(self, state, vocabulary=None):
+    def _row_shapes(self, state, model, vocabulary=None):
         """Returns the state with new shapes for embedding, output layer and their moments.
 
         They get `vocabulary` rows, or those of `sharding.padded_rows`. Returns the state itself if
@@ -259,14 +259,14 @@ class Sharded(TracedExecutor):
             shape = (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-        shapes = jax.tree.map(resized, state, roles(state))
+        shapes = jax.tree.map(resized, state, roles(model, state))
         same = all(map(operator.is_, jax.tree.leaves(shapes), jax.tree.leaves(state)))
         return state if same else shapes
 
     def _with_rows(self, state, model, vocabulary=None):
         """Adds padding rows (zeros) to placed embedding and output layer, or removes them."""
         arrays = state.without_layouts()
-        shapes = self._row_shapes(arrays, vocabulary)
+        shapes = self._row_shapes(arrays, model, vocabulary)
         if shapes is arrays:
             return state
 
@@ -294,7 +294,7 @@ class Sharded(TracedExecutor):
         def place(path, leaf, target, role: Role):
             *_, module, name = ["", "", *role.parameter.split(".")]
             key = stacks.Place(group_index_of_path(path), module)
-            if key in orders and name in LEAVES and LEAVES[name].is_blocks:
+            if key in orders and model.linear(module).leaves.get(name, BIAS).is_blocks:
                 # Values are sorted by output block, and a row-parallel shard has a range of input
                 # blocks. So its blocks are scattered, and a `NamedSharding` only cuts an axis into
                 # contiguous parts. Here the blocks of each shard are moved together. They are the
@@ -303,14 +303,14 @@ class Sharded(TracedExecutor):
                 dims = len(parameters.get(role.parameter, leaf.shape))  # Frozen ones have no state.
                 axis = role.axis(dims - 3)
                 return _take(target, axis)(put_global(leaf, target), order)
-            dim = sharding.residual_dim(role.parameter) if role.parameter else None
+            dim = sharding.residual_dim(model, role.parameter) if role.parameter else None
             if features is not None and dim is not None and (axis := role.axis(dim)) is not None:
                 order = permutation(features[None])[0]
                 return _take_features(target, axis)(put_global(leaf, target), order)
             return put_global(leaf, target)
 
         placed = jax.tree_util.tree_map_with_path(
-            place, arrays, self.shardings(arrays, model), roles(arrays)
+            place, arrays, self.shardings(arrays, model), roles(model, arrays)
         )
         return placed.with_layouts_of(state)
 

@@ -34,7 +34,7 @@ from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.core.layouts.layout import LayoutTables
-from sparse_dataflow.core.weights.kind import LAYOUT, LEAVES, leaf_of
+from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, leaf_of
 from sparse_dataflow.files.errors import UserError
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
@@ -80,7 +80,7 @@ ZERO = {"moments": 1, "gradients": 2, "params": 3, "rest": 3}
 
 
 def spec(
-    path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True, kv_copies: int = 1
+    model: ModelConfig, path: str, shape: tuple[int, ...], mesh: AnyMesh, fsdp: bool = True
 ) -> P:
     """Returns the partition spec of a parameter, its gradient or a moment.
 
@@ -89,13 +89,13 @@ def spec(
       shape: global shape.
       mesh: the devices.
       fsdp: whether to shard over "fsdp".
-      kv_copies: see `executors.mesh_axes.key_value_copies`.
     """
-    row = _row(path)
+    row = _row(model, path)
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
     # What the model axes cannot cut is whole on each of their devices.
     odd = path in VOCABULARY_ROWS and shape[0] % model_shards(mesh)
-    if odd or (kv_copies > 1 and path.split(".")[-2] in (*KEY_VALUE, KEY_NORMS)):
+    copied = path.split(".")[-2] in (*KEY_VALUE, KEY_NORMS)
+    if odd or (copied and key_value_copies(model, mesh.shape["tensor"]) > 1):
         cuts = [[axis for axis in axes if axis not in MODEL_AXES] for axes in cuts]
     if cuts and "stage" in cuts[0] and shape[0] % mesh.shape["stage"]:
         cuts[0].remove("stage")
@@ -127,19 +127,18 @@ def padded_rows(rows: int, mesh: AnyMesh) -> int:
     return rows if rows % model_shards(mesh) == 0 else -(-rows // multiple) * multiple
 
 
-def _row(path):
+def _row(model, path):
     """Returns the axes that shard each dimension of a parameter."""
     module = _MODULE.fullmatch(path)
     if module and module["name"] == LAYOUT:
         return TABLES
-    if module and module["name"] in LEAVES:
+    if module and (leaf := model.linear(module["projection"]).leaves.get(module["name"])):
         is_expert = bool(module["experts"]) and not module["shared"]
-        leaf = LEAVES[module["name"]]
         return P("stage", *leaf.cuts(module["projection"] in ROW_PARALLEL, is_expert))
     return next(row for expression, row in RULES if re.fullmatch(expression, path))
 
 
-def residual_dim(parameter: str) -> int | None:
+def residual_dim(model: ModelConfig, parameter: str) -> int | None:
     """Returns the dimension of a parameter that has the features of `residual.order`, or None.
 
     "feature" cuts each block of stored values, whose order it does not change.
@@ -147,10 +146,10 @@ def residual_dim(parameter: str) -> int | None:
     Args:
       parameter: dotted path.
     """
-    leaf = LEAVES.get(parameter.rpartition(".")[2])
-    if leaf is not None and leaf.is_blocks:
+    module = _MODULE.fullmatch(parameter)
+    if module and model.linear(module["projection"]).leaves.get(module["name"], BIAS).is_blocks:
         return None
-    firsts = [entry_axes(entry)[:1] for entry in _row(parameter)]
+    firsts = [entry_axes(entry)[:1] for entry in _row(model, parameter)]
     return firsts.index(("feature",)) if ("feature",) in firsts else None
 
 
@@ -175,9 +174,8 @@ def axes_of(spec: P) -> set[str]:
 
 def specs(params: dict, model: ModelConfig, mesh: AnyMesh, fsdp: bool = True) -> dict:
     """Returns `spec` of every leaf of a tree like the params of the model."""
-    copies = int(key_value_copies(model, mesh.shape["tensor"]))
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: spec(dotted_path(path), leaf.shape, mesh, fsdp, copies), params
+        lambda path, leaf: spec(model, dotted_path(path), leaf.shape, mesh, fsdp), params
     )
 
 
@@ -189,7 +187,6 @@ def state_shardings(state: object, model: ModelConfig, mesh: AnyMesh, zero: int)
       mesh: the devices.
       zero: `parallel.zero`, 0 to 3.
     """
-    copies = int(key_value_copies(model, mesh.shape["tensor"]))
     shapes = parameter_shapes(state)
 
     def sharding(path, leaf, role):
@@ -197,10 +194,10 @@ def state_shardings(state: object, model: ModelConfig, mesh: AnyMesh, zero: int)
             return NamedSharding(mesh, P())
         fsdp = zero >= ZERO[dotted_path(path[:1])]
         shape = shapes.get(role.parameter, leaf.shape)
-        entries = spec(role.parameter, shape, mesh, fsdp, copies)
+        entries = spec(model, role.parameter, shape, mesh, fsdp)
         return NamedSharding(mesh, _axes_spec(entries, role.axes))
 
-    return jax.tree_util.tree_map_with_path(sharding, state, roles(state))
+    return jax.tree_util.tree_map_with_path(sharding, state, roles(model, state))
 
 
 def _axes_spec(parameter_spec, axes):
@@ -243,7 +240,7 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     return jax.tree.map(gather_leaf, params, specs)
 
 
-def gathered_specs(specs: dict, exchange: bool) -> dict:
+def gathered_specs(model: ModelConfig, specs: dict, exchange: bool) -> dict:
     """Returns the specs of params to `gather`: without axes for experts that tokens travel to.
 
     Args:
@@ -253,7 +250,7 @@ def gathered_specs(specs: dict, exchange: bool) -> dict:
 
     def gathered(path, spec):
         is_expert = re.search(_EXPERTS + r"(?!shared)\w+\.", dotted_path(path))
-        return P() if exchange and is_expert and leaf_of(path) else spec
+        return P() if exchange and is_expert and leaf_of(model, path) else spec
 
     is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
     return jax.tree_util.tree_map_with_path(gathered, specs, is_leaf=is_spec)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.optim.matrix_leaves import weight_axes
 from sparse_dataflow.core.optim.weight_state import UNKNOWN, WEIGHT_AXES, WeightState, names_by_size
 from sparse_dataflow.files.errors import UserError
@@ -43,7 +44,7 @@ class Role:
         return self.axes.index(dim) if dim in self.axes else None
 
 
-def roles(state: object) -> Any:
+def roles(model: ModelConfig, state: object) -> Any:
     """Returns a tree like the state with the `Role` of each array.
 
     Args:
@@ -54,23 +55,23 @@ def roles(state: object) -> Any:
     def role_of(path, node):
         if isinstance(node, WeightState):
             arrays = zip(node, node.names, strict=True)
-            return node.with_arrays(_role(path, len(a.shape), names) for a, names in arrays)
+            return node.with_arrays(_role(model, path, len(a.shape), names) for a, names in arrays)
         name = parameter_name(path)
         if hasattr(path[-1], "idx") and name:  # An array of a state that was made without names.
-            weight = weight_axes(path[:-1])
+            weight = weight_axes(model, path[:-1])
             stack = len(shapes[name]) - weight
             names = names_by_size(node.shape[stack:], shapes[name][stack:])
-            return _role(path[:-1], len(node.shape), names)
+            return _role(model, path[:-1], len(node.shape), names)
         return Role(name, tuple(range(len(node.shape))) if name else (None,) * len(node.shape))
 
     is_leaf = lambda node: isinstance(node, WeightState)  # noqa: E731
     return jax.tree_util.tree_map_with_path(role_of, state, is_leaf=is_leaf)
 
 
-def _role(path, axes, names):
+def _role(model, path, axes, names):
     """Returns the role of a state array whose last axes have names."""
     stack = axes - len(names)
-    named = {name: stack + i for i, name in enumerate(WEIGHT_AXES[weight_axes(path)])}
+    named = {name: stack + i for i, name in enumerate(WEIGHT_AXES[weight_axes(model, path)])}
     weight_dims = (named.get(name) for name in names)
     return Role(parameter_name(path), (*range(stack), *weight_dims), UNKNOWN not in names)
 

@@ -15,28 +15,31 @@ import jax.numpy as jnp
 
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
     LAYOUT,
-    LEAVES,
     MATRIX,
-    TERMS,
     leaf_of,
 )
 from sparse_dataflow.files.errors import UserError
 
-FACTORS = tuple(name for name, leaf in LEAVES.items() if name in TERMS and leaf.role == MATRIX)
-"""Leaves of a projection that are trained."""
+
+def factor_names(spec: LinearSpec) -> tuple[str, ...]:
+    """Returns the names of the arrays of an adapted projection that are trained; () without an
+    adapter."""
+    leaves = spec.term.leaves().items() if spec.term else ()
+    return tuple(name for name, leaf in leaves if leaf.role == MATRIX)
 
 
-def factors(params: dict) -> dict:
+def factors(model: ModelConfig, params: dict) -> dict:
     """Returns the trained part of a parameter tree: the factors of its adapters."""
     groups = [
         {
-            name: {leaf: module[leaf] for leaf in FACTORS}
+            name: {leaf: module[leaf] for leaf in factor_names(model.linear(name))}
             for name, module in group.items()
-            if FACTORS[0] in module
+            if model.linear(name).term
         }
         for group in split_groups(params["blocks"])
     ]
@@ -56,24 +59,26 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     # The base is never updated, so a matrix needs no more bits than its products read.  Norms and
     # biases stay wide: they are small, and sums of them are not.
     def cast(path, leaf):
-        fact, name = leaf_of(path), getattr(path[-1], "key", "")
+        fact, name = leaf_of(model, path), getattr(path[-1], "key", "")
         matrix = name in EMBEDDINGS or (fact is not None and fact.role == MATRIX)
         matrix = matrix and leaf.dtype != jnp.int8
         return leaf.astype(dtype) if matrix else leaf
 
     def with_gate(module, name):
-        if not model.linear(name).term:
+        spec = model.linear(name)
+        if not spec.term:
             return module
-        base = {leaf: array for leaf, array in module.items() if leaf not in FACTORS}
+        trained = factor_names(spec)
+        base = {leaf: array for leaf, array in module.items() if leaf not in trained}
         weight = next(array for leaf, array in base.items() if leaf != LAYOUT)
         # The base keeps the gate of the low-rank term; the factors are trained.  A gate for each
         # layer of the stack.
-        (gate,) = TERMS - {*FACTORS}
+        (gate,) = spec.term.leaves().keys() - {*trained}
         return {**base, gate: jnp.full(len(weight), scale, jnp.float32)}
 
     def with_int8(module, name):
         spec = model.linear(name)
-        if spec.frozen_dtype != "int8" or spec.weight.form(module) is Quantised:
+        if spec.frozen_dtype != "int8":
             return module
         if spec.weight is not Dense:
             raise UserError(
@@ -101,7 +106,7 @@ def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     specs = {n: dataclasses.replace(s, **plain) for n, s in dict(model.linears).items()}
 
     def wide(name, module):
-        if model.linear(name).weight.form(module) is not Quantised:
+        if model.linear(name).frozen_dtype != "int8":
             return module
         rest = {name: leaf for name, leaf in module.items() if name not in Quantised.leaves()}
         return rest | Quantised.arrays_of_float(module)

@@ -424,4 +424,4 @@ def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear
         parameters["bias"] = jnp.zeros((config.experts, sides[1]))
     if layout is not None:
         parameters[LAYOUT] = layout
-    return linear(config, projection, parameters)
+    return linear(config, projection, parameters, spec.weight)

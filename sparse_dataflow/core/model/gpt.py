@@ -401,7 +401,7 @@ def block(
     Under a shard, x has T / devices tokens, and the weights are sharded.  See `Block` for `attend`.
     The gradient of a single block needs `with_auxiliary_losses`.
     """
-    module = bind_block(config, shard.local(weights))
+    module = bind_block(config, shard.local(config, weights))
     return module.residuals(x_BxTxD, batch, shard, attend)[1:]
 
 

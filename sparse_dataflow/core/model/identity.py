@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import ROW_PARALLEL
-from sparse_dataflow.core.model.shard import output_dim
-from sparse_dataflow.core.weights.kind import is_table
+from sparse_dataflow.core.weights.kind import BIAS, TABLE
 
 _OUTPUT_NORMS = ("norm1_out", "norm2_out")
 
 
-def as_identity(layer: Mapping[str, object]) -> dict[str, Any]:
+def as_identity(model: ModelConfig, layer: Mapping[str, object]) -> dict[str, Any]:
     """Returns the parameters of a layer, or of its experts, with outputs of zero.
 
     Of the projections that write to the residual stream, what has output features is zero: a
@@ -22,14 +22,15 @@ def as_identity(layer: Mapping[str, object]) -> dict[str, Any]:
     Args:
       layer: parameters of one layer, see `gpt`; experts are stacked.
     """
-    return {name: _silent(name, module) for name, module in layer.items()}
+    return {name: _silent(model, name, module) for name, module in layer.items()}
 
 
-def _silent(name, module):
+def _silent(model, name, module):
     if name in ("experts", "shared"):
-        return as_identity(module)
+        return as_identity(model, module)
     if name in ROW_PARALLEL:
-        silent = {n for n in module if output_dim(n) is not None and not is_table(n)}
+        leaves = {n: model.linear(name).leaves.get(n, BIAS) for n in module}
+        silent = {n for n, f in leaves.items() if f.output_dim is not None and f.role != TABLE}
         return {n: np.zeros_like(a) if n in silent else a for n, a in module.items()}
     if name in _OUTPUT_NORMS and "bias" in module:
         return {**module, "bias": np.zeros_like(module["bias"])}

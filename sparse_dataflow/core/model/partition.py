@@ -25,11 +25,11 @@ def trained_and_rest(
       adapter_scale: of adapters, which alone are trained then; None for a model without.
     """
     if adapter_scale is None:
-        return without_tables(params)
-    return adapters.factors(params), adapters.frozen(model, params, adapter_scale)
+        return without_tables(model, params)
+    return adapters.factors(model, params), adapters.frozen(model, params, adapter_scale)
 
 
-def without_tables(params: object) -> tuple[Any, Any]:
+def without_tables(model: ModelConfig, params: object) -> tuple[Any, Any]:
     """Returns a parameter tree as (what is trained, the tables of its weights).
 
     The second tree is () for a model without tables.  `merged` is the inverse.
@@ -37,13 +37,13 @@ def without_tables(params: object) -> tuple[Any, Any]:
     Args:
       params: of a model without adapters.
     """
-    rest = part(params, _is_table)
-    return (part(params, lambda path: not _is_table(path)), rest) if rest else (params, ())
 
+    def is_table(path):
+        leaf = leaf_of(model, path)
+        return (leaf is not None and leaf.role == TABLE) or is_left_out(path)
 
-def _is_table(path):
-    leaf = leaf_of(path)
-    return (leaf is not None and leaf.role == TABLE) or is_left_out(path)
+    rest = part(params, is_table)
+    return (part(params, lambda path: not is_table(path)), rest) if rest else (params, ())
 
 
 def legal(model: ModelConfig, params: object, rest: object) -> Any:

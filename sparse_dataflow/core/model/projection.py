@@ -17,24 +17,24 @@ from sparse_dataflow.core.weights.kind import BIAS_NAME, LAYOUT, Weight, Wrapper
 from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
 
 
-def linear(config: ModelConfig, projection: str, arrays: Mapping[str, Any]) -> Linear:
+def linear(config: ModelConfig, projection: str, arrays: dict, form: Any = None) -> Linear:
     """Returns a projection from its arrays, as parameter trees name them.
 
-    The spec says of which kind a weight is; which arrays there are says whether it has another
-    stored form of the kind, an added term and a bias.
+    The spec says of which kind a weight is, and whether it has an added term.
 
     Args:
       arrays: the arrays, also stacked over layers or experts, of any dtype; with the layout of a
         weight that stores blocks, and wrappers of the stored weight without a base.
+      form: class that stores the arrays; that of the spec if None.
     """
     spec = config.linear(projection)
-    weight = spec.weight.form(arrays).from_arrays(arrays, config.precision)
+    weight = (form or spec.weight.form(spec)).from_arrays(arrays, config.precision)
     for wrapper in arrays.values():
         if isinstance(wrapper, Wrapper):
             weight = wrapper.around(weight)
     if spec.hadamard:
         weight = Hadamard(weight, spec.hadamard)
-    return Linear(with_term(weight, arrays), arrays.get(BIAS_NAME))
+    return Linear(with_term(spec, weight, arrays), arrays.get(BIAS_NAME))
 
 
 def arrays(linear: Linear) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -
         parameters |= spec.term.draw(spec, sides, gain, draw_normal)
     if layout is not None:
         parameters[LAYOUT] = layout
-    return linear(config, projection, parameters)
+    # A base under adapters is drawn before `adapters.frozen` stores it in another form.
+    return linear(config, projection, parameters, spec.weight)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:

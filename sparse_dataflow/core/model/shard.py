@@ -9,16 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import KEY_NORMS, KEY_VALUE
 from sparse_dataflow.core.ops import derivatives, dispatch
-from sparse_dataflow.core.weights.kind import BIAS, LEAVES
-
-
-def output_dim(name: str) -> int | None:
-    """Returns the dimension of a projection's parameter that output features order; None if it has
-    none."""
-    leaf = BIAS if name == "bias" else LEAVES.get(name)
-    return None if leaf is None else leaf.output_dim
+from sparse_dataflow.core.weights.kind import BIAS, BIAS_NAME
 
 
 def normalise(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
@@ -208,7 +202,7 @@ class Shard:
         start = lax.axis_index(self.expert_axis) * length
         return lax.dynamic_slice_in_dim(experts, start, length)
 
-    def local(self, block: dict[str, Any]) -> dict[str, Any]:
+    def local(self, config: ModelConfig, block: dict[str, Any]) -> dict[str, Any]:
         """Returns the weights of a block with those of KEY_VALUE sliced to this device's head.
 
         The gradient of a replicated weight is zero outside of this device's columns, so its sum
@@ -219,19 +213,20 @@ class Shard:
         heads = lax.axis_size(self.axis) // self.kv_copies
         head = lax.axis_index(self.axis) // self.kv_copies
 
-        def columns(path, leaf):
+        def columns(leaves, path, leaf):
             # A norm of all heads is a dict of arrays that begin with them.
-            name = getattr(path[-1], "name", "")
-            axis = output_dim(name)
+            known = leaves.get(getattr(path[-1], "name", ""))
+            axis = 0 if hasattr(path[-1], "key") else known and known.output_dim
             if axis is None:
-                if not hasattr(path[-1], "key"):
-                    return leaf
-                axis = 0
+                return leaf
             length = leaf.shape[axis] // heads
             return lax.dynamic_slice_in_dim(leaf, head * length, length, axis)
 
         sliced = {
-            module: jax.tree_util.tree_map_with_path(columns, block[module])
+            module: jax.tree_util.tree_map_with_path(
+                functools.partial(columns, config.linear(module).leaves | {BIAS_NAME: BIAS}),
+                block[module],
+            )
             for module in (*KEY_VALUE, KEY_NORMS)
             if module in block
         }

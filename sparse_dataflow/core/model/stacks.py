@@ -20,7 +20,6 @@ from sparse_dataflow.core.layouts.layout import (
     BlockLayout,
     FixedTables,
     LayoutTables,
-    blocks_text,
     index_tables,
     stack_layouts,
 )
@@ -105,10 +104,12 @@ def layouts_by_place(tree: object) -> dict[Place, LayoutTables]:
     return {place_of(path): index_tables(node) for path, node in nodes if _is_layout(node)}
 
 
-def layout_of_leaf(path: tuple, layouts: Mapping[Place, LayoutTables]) -> LayoutTables | None:
+def layout_of_leaf(
+    model: ModelConfig, path: tuple, layouts: Mapping[Place, LayoutTables]
+) -> LayoutTables | None:
     """Returns the layout of an array of the params by its `jax.tree_util` path; None for what is no
     stored blocks."""
-    leaf = leaf_of(path)
+    leaf = leaf_of(model, path)
     return layouts.get(place_of(path)) if leaf is not None and leaf.is_blocks else None
 
 
@@ -222,22 +223,6 @@ class ModelWeights:
 
     params: Any
     rest: Any = ()
-
-    def __repr__(self):
-        from sparse_dataflow.core.weights.texts import array_text
-
-        lines = ["ModelWeights("]
-        arrays, layouts = split_layouts(self.merged)[0], layouts_by_place(self.merged)
-        for path, array in jax.tree_util.tree_leaves_with_path(arrays):
-            layout = layout_of_leaf(path, layouts)
-            text = f"  {jax.tree_util.keystr(path, simple=True, separator='/')}={array_text(array)}"
-            # A map over the weights may have put anything in place of the arrays.
-            if layout and np.ndim(array) > 2 and np.ndim(layout.in_index) > 1:
-                *_, stored, block, _ = array.shape
-                ins, outs = layout.grid[-2:]
-                text += f": {blocks_text(ins, outs, stored, block)}"
-            lines.append(text)
-        return "\n".join([*lines, ")"])
 
     @property
     def merged(self) -> dict:

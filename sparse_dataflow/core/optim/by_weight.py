@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, split_groups
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.optim import factories
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY, weight_axes
@@ -36,7 +37,7 @@ class WeightStates(NamedTuple):
     states: Any
 
 
-def init(training: TrainingConfig, params: Any, first_layer: int = 0) -> Any:
+def init(model: ModelConfig, training: TrainingConfig, params: Any, first_layer: int = 0) -> Any:
     """Returns the states of params, or of some of their sections.
 
     A random key is folded with the place of its weight: each weight has its own noise, and the same
@@ -54,14 +55,15 @@ def init(training: TrainingConfig, params: Any, first_layer: int = 0) -> Any:
         return tuple(_folded(jnp.asarray(array), name, *place) for array in arrays)
 
     def init_leaf(path, leaf):
-        stack = leaf.shape[: leaf.ndim - weight_axes(path)]
+        axes = weight_axes(model, path)
+        stack = leaf.shape[: leaf.ndim - axes]
         place = np.indices(stack, np.uint32)
         if path[0].key == "blocks":
             place[0] += np.uint32(starts[group_index_of_path(path)])
         name = ".".join(str(key.key) for key in path if hasattr(key, "key"))
         new = functools.partial(init_weight, name=zlib.crc32(name.encode()))
-        names = axis_names(training, _weight_shape(path, leaf))
-        return WeightState(_over_stack(new, path, leaf)(leaf, *place), names)
+        names = axis_names(training, _weight_shape(axes, leaf))
+        return WeightState(_over_stack(new, axes, leaf)(leaf, *place), names)
 
     return jax.tree_util.tree_map_with_path(init_leaf, params)
 
@@ -96,33 +98,34 @@ def with_new_keys(array: Any, is_new: np.ndarray) -> Any:
     return np.asarray(keys) if isinstance(array, np.ndarray) else keys
 
 
-def _weight_shape(path, param):
-    return param.shape[param.ndim - weight_axes(path) :]
+def _weight_shape(axes, param):
+    return param.shape[param.ndim - axes :]
 
 
 def update(
+    model: ModelConfig,
     training: TrainingConfig,
     gradients: Any,
     states: Any,
     params: Any,
     rates: Any,
     decays: Any,
-    vocabulary: int | None = None,
 ) -> tuple[Any, Any]:
     """Returns (updates, which are added to the params; states).
 
     Args:
+      model: its vocabulary has the rows of leaves in VOCABULARY, without their padding.
       training: names the optimizer.
       states: from `init` or `update`.
       params: a tree of float32 arrays.
       rates: learning rate of each leaf, a number or float32 [].
       decays: decoupled weight decay of each leaf; 0 for none.
-      vocabulary: rows of leaves in VOCABULARY without their padding; None for all.
     """
 
     def leaf_step(path, gradient, param, rate, decay, state):
-        rows = vocabulary if path[-1].key in VOCABULARY else None
-        return update_leaf(training, path, gradient, state, param, rate, decay, rows)
+        rows = model.vocab_size if path[-1].key in VOCABULARY else None
+        axes = weight_axes(model, path)
+        return update_leaf(training, axes, gradient, state, param, rate, decay, rows)
 
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
@@ -138,7 +141,7 @@ def update(
 
 def update_leaf(
     training: TrainingConfig,
-    path: tuple,
+    axes: int,
     gradient: jax.Array,
     state: WeightState,
     param: jax.Array,
@@ -146,8 +149,14 @@ def update_leaf(
     decay: float,
     rows: int | None = None,
 ) -> tuple[jax.Array, WeightState]:
-    """Returns (update, state) of one parameter; see `update`, also for `rows`."""
-    shape, placed_rows = _weight_shape(path, param), param.shape[0] if rows else 0
+    """Returns (update, state) of one parameter.
+
+    Args:
+      training: see `update`, also for the others.
+      axes: `weight_axes` of the parameter.
+      rows: rows of the parameter without padding; None for all.
+    """
+    shape, placed_rows = _weight_shape(axes, param), param.shape[0] if rows else 0
     if rows:  # Padding is zeros, which a mean over the rows must not count.
         shape = (rows, *shape[1:])
         gradient, param = (_with_rows(array, rows, 0) for array in (gradient, param))
@@ -162,14 +171,14 @@ def update_leaf(
         arrays = map(jnp.asarray, jax.tree.leaves(after))
         return step, tuple(new.astype(old.dtype) for new, old in zip(arrays, state, strict=True))
 
-    step, arrays = _over_stack(weight_step, path, param)(gradient, tuple(state), param)
+    step, arrays = _over_stack(weight_step, axes, param)(gradient, tuple(state), param)
     state = state.with_arrays(arrays)
     if rows:
         step, state = _with_rows(step, placed_rows, 0), _resized(state, placed_rows)
     return step, state
 
 
-def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
+def evaluated(model: ModelConfig, training: TrainingConfig, moments: Any, params: Any) -> Any:
     """Returns the params that are evaluated and exported: averages, of schedule-free learning.
 
     Args:
@@ -179,7 +188,7 @@ def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
     if training.optimizer != "schedule_free":
         return params
     states = next(entry.states for entry in moments if isinstance(entry, WeightStates))
-    averages = functools.partial(_averages, training)
+    averages = functools.partial(_averages, model, training)
     leaves = jax.tree.leaves(params)
     if all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return jax.tree.map(np.asarray, jax.jit(averages)(params, states))
@@ -187,15 +196,16 @@ def evaluated(training: TrainingConfig, moments: Any, params: Any) -> Any:
     return jax.jit(averages, out_shardings=shardings)(params, states)
 
 
-def _averages(training, params, states):
+def _averages(model, training, params, states):
     def leaf_average(path, param, state):
-        shape = _weight_shape(path, param)
+        axes = weight_axes(model, path)
+        shape = _weight_shape(axes, param)
         structure = jax.tree.structure(factories.state_shapes(training, shape))
 
         def weight_average(param, state):
             return factories.averaged(training, jax.tree.unflatten(structure, state), param)
 
-        return _over_stack(weight_average, path, param)(param, tuple(state))
+        return _over_stack(weight_average, axes, param)(param, tuple(state))
 
     structure: Any
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -205,9 +215,9 @@ def _averages(training, params, states):
     )
 
 
-def _over_stack(function, path, param):
+def _over_stack(function, axes, param):
     """Returns a function of one weight as one of a parameter's arrays."""
-    for _ in range(param.ndim - weight_axes(path)):
+    for _ in range(param.ndim - axes):
         function = jax.vmap(function)
     return function
 

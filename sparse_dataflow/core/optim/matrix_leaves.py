@@ -6,7 +6,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
-    LEAVES,
     MATRIX,
     ROLE_AXES,
     ROUTER,
@@ -17,42 +16,43 @@ VOCABULARY = ("tokens", "output", "output_bias")
 """Leaves with a row for each token."""
 
 
-def weight_axes(path: tuple) -> int:
+def weight_axes(model: ModelConfig, path: tuple) -> int:
     """Returns the number of axes of one weight of a parameter, after those of its stack.
 
     Args:
       path: of `jax.tree_util`, in the params or in a section of them.
     """
-    if leaf := leaf_of(path):
+    if leaf := leaf_of(model, path):
         return ROLE_AXES[leaf.role]
-    return 2 if is_matrix(path) else 1
+    return 2 if is_matrix(model, path) else 1
 
 
-def is_linear_matrix(path: tuple) -> bool:
+def is_linear_matrix(model: ModelConfig, path: tuple) -> bool:
     """Returns whether a parameter multiplies activations: a router or a matrix of a projection."""
-    leaf = leaf_of(path)
+    leaf = leaf_of(model, path)
     return path[-1].key == ROUTER or (leaf is not None and leaf.role == MATRIX)
 
 
-def is_matrix(path: tuple) -> bool:
+def is_matrix(model: ModelConfig, path: tuple) -> bool:
     """Returns whether a weight of a parameter has two axes."""
-    return is_linear_matrix(path) or path[-1].key in EMBEDDINGS
+    return is_linear_matrix(model, path) or path[-1].key in EMBEDDINGS
 
 
-def has_muon(path: tuple) -> bool:
+def has_muon(model: ModelConfig, path: tuple) -> bool:
     """Returns whether Muon updates a parameter: a weight of a projection without its added term."""
-    leaf = leaf_of(path)
+    leaf = leaf_of(model, path)
     return leaf is not None and leaf.has_muon
 
 
-def without_muon(tree: object, module: str = "") -> Any:
+def without_muon(model: ModelConfig, tree: object, module: str = "") -> Any:
     """Returns a tree like the params without the leaves that Muon updates."""
     if isinstance(tree, tuple):
-        return tuple(without_muon(each, module) for each in tree)
+        return tuple(without_muon(model, each, module) for each in tree)
     if not isinstance(tree, dict):
         return tree
-    dropped = {n for n in tree if n in LEAVES and LEAVES[n].has_muon and module in PROJECTIONS}
-    return {name: without_muon(tree[name], name) for name in tree if name not in dropped}
+    leaves = model.linear(module).leaves if module in PROJECTIONS else {}
+    dropped = {name for name, leaf in leaves.items() if leaf.has_muon}
+    return {name: without_muon(model, tree[name], name) for name in tree if name not in dropped}
 
 
 def update_scales(model: ModelConfig, params: Any, module: str = "") -> Any:

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.stacks import ModelWeights, layout_of_leaf, layouts_by_place
 from sparse_dataflow.core.optim import muon
 
@@ -41,13 +42,15 @@ def matrix_updates(
     return jax.lax.map(update, (momentum, gradient))
 
 
-def matrices_like(params: object, weights: ModelWeights | None) -> Any:
+def matrices_like(model: ModelConfig, params: object, weights: ModelWeights | None) -> Any:
     """Returns the matrices of each array of a tree like the params; see `muon.matrices_of`.
 
     Args:
       weights: for their layouts; None without any.
     """
     layouts = {} if weights is None else layouts_by_place(weights.merged)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: muon.matrices_of(leaf.shape, layout_of_leaf(path, layouts)), params
-    )
+
+    def matrices(path, leaf):
+        return muon.matrices_of(leaf.shape, layout_of_leaf(model, path, layouts))
+
+    return jax.tree_util.tree_map_with_path(matrices, params)

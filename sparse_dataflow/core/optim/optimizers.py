@@ -19,7 +19,7 @@ from sparse_dataflow.core.model import left_out
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
-from sparse_dataflow.core.weights.kind import ROUTER, TERMS
+from sparse_dataflow.core.weights.kind import ROUTER
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.config.training import TrainingConfig
@@ -84,7 +84,7 @@ def make_optimizer(
         return _new_rows_alone(updates, new_rows, state.left > 0), state
 
     # Decay is added before the rate multiplies, and not to the moments (AdamW).
-    mask = functools.partial(decay_mask, decayed=training.decayed)
+    mask = functools.partial(decay_mask, model, decayed=training.decayed)
     direction = [
         _moments(model, training, mesh),
         optax.add_decayed_weights(training.weight_decay, mask=mask),
@@ -103,14 +103,14 @@ def _by_weight(model, training):
     from sparse_dataflow.core.optim import by_weight
 
     def init(params):
-        return by_weight.WeightStates(by_weight.init(training, params))
+        return by_weight.WeightStates(by_weight.init(model, training, params))
 
     def update(gradients, state, params=None, *, learning_rate, **_):
         rates = learning_rate_multipliers(model, training, gradients)
         rates = jax.tree.map(lambda multiplier: learning_rate * multiplier, rates)
-        decays = weight_decays(training, gradients)
+        decays = weight_decays(model, training, gradients)
         updates, states = by_weight.update(
-            training, gradients, state.states, params, rates, decays, model.vocab_size
+            model, training, gradients, state.states, params, rates, decays
         )
         return updates, by_weight.WeightStates(states)
 
@@ -176,7 +176,7 @@ def _moments(model, training, mesh):
     dtype = jnp.dtype(training.state_dtype)
     adam = optax.scale_by_adam(b1=training.b1, b2=training.b2, eps=training.epsilon)
     has_muon = training.optimizer == "muon"
-    others = matrix_leaves.without_muon if has_muon else lambda tree: tree
+    others = functools.partial(matrix_leaves.without_muon, model) if has_muon else lambda tree: tree
     if has_muon:
         from sparse_dataflow.core.optim import muon, muon_updates
 
@@ -194,7 +194,7 @@ def _moments(model, training, mesh):
         # has the leaves between the matrices, in the order of the params.
         leaves = iter(jax.tree.leaves(rest))
         return jax.tree_util.tree_map_with_path(
-            lambda path, *x: function(*x) if matrix_leaves.has_muon(path) else next(leaves),
+            lambda path, *x: function(*x) if matrix_leaves.has_muon(model, path) else next(leaves),
             *trees,
         )
 
@@ -213,7 +213,7 @@ def _moments(model, training, mesh):
             return muon_updates.matrix_updates(momentum, gradient, small.count, mesh, matrices)
 
         if has_muon:
-            matrices = muon_updates.matrices_like(gradients, weights)
+            matrices = muon_updates.matrices_like(model, gradients, weights)
             updates = with_matrices(move, updates, mu, gradients, matrices)
             scales = matrix_leaves.update_scales(model, params)
             updates = matrix_leaves.scaled(updates, scales)
@@ -258,16 +258,16 @@ def map_moments(
     return tuple(map(mapped, moments))
 
 
-def decay_mask(params: dict, decayed: str = "matrices") -> dict:
+def decay_mask(model: ModelConfig, params: dict, decayed: str = "matrices") -> dict:
     """Returns True for each leaf with weight decay; see `TrainingConfig.decayed`."""
     tests = {"matrices": matrix_leaves.is_matrix, "projections": matrix_leaves.is_linear_matrix}
-    decays = tests.get(decayed, lambda path: True)
-    return jax.tree_util.tree_map_with_path(lambda path, _: decays(path), params)
+    decays = tests.get(decayed, lambda model, path: True)
+    return jax.tree_util.tree_map_with_path(lambda path, _: decays(model, path), params)
 
 
-def weight_decays(training: "TrainingConfig", params: dict) -> dict:
+def weight_decays(model: ModelConfig, training: "TrainingConfig", params: dict) -> dict:
     """Returns the decoupled weight decay of each leaf; 0 for none."""
-    mask = decay_mask(params, training.decayed)
+    mask = decay_mask(model, params, training.decayed)
     return jax.tree.map(lambda decays: training.weight_decay if decays else 0.0, mask)
 
 
@@ -306,17 +306,18 @@ def learning_rate_multipliers(
 
     def multiplier(path, leaf):
         name = path[-1].key
-        if not matrix_leaves.is_linear_matrix(path):
+        if not matrix_leaves.is_linear_matrix(model, path):
             return training.vector_rate
         projection = path[-2].key
         spec, sides = DENSE, (model.d_model, 0)
         if name != ROUTER:
             spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
             sides = model.projection_shape(projection)
-        has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(path)
-        form = spec.term if name in TERMS else spec.weight
+        has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(model, path)
+        is_term = spec.term is not None and name in spec.term.leaves()
+        form = spec.term if is_term else spec.weight
         share = form.read_share(name, spec, sides, has_muon)
-        density = spec.density if name in TERMS else share
+        density = spec.density if is_term else share
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])
@@ -331,7 +332,7 @@ def learning_rate_multipliers(
     if training.optimizer == "muon":
         from sparse_dataflow.core.optim.muon_updates import matrices_like
 
-        params = matrices_like(params, weights)
+        params = matrices_like(model, params, weights)
     return jax.tree_util.tree_map_with_path(multiplier, params)
 
 

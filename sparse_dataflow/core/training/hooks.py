@@ -74,7 +74,7 @@ class Evolve(Hook):
         """Exchanges blocks; returns the share of new blocks of each projection, and of all of them,
         for the row."""
         before = stacks.layouts_of(trainer.model, trainer.state.rest)
-        masks = host_masks(trainer.state.rest)
+        masks = host_masks(trainer.model, trainer.state.rest)
         trainer.state = evolve_layouts(
             trainer.state,
             trainer.model,
@@ -87,7 +87,7 @@ class Evolve(Hook):
         after = stacks.layouts_of(trainer.model, trainer.state.rest)
         shares = new_shares(before, after)
         stored = {name: sum(layout.nnz for layout in after[name]) for name in shares}
-        for name, mask in host_masks(trainer.state.rest).items():
+        for name, mask in host_masks(trainer.model, trainer.state.rest).items():
             stored[name] = int(mask.sum())
             shares[name] = float((mask & ~masks[name]).sum() / stored[name])
         # A state from a checkpoint has another order, in which the sum may have other last bits.

@@ -446,7 +446,7 @@ class Trainer:
     def _evaluate(self, kind, windows):
         """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
         with self.clock.during("evaluation"):
-            params = evaluated(self.training, self.state.moments, self.state.params)
+            params = evaluated(self.model, self.training, self.state.moments, self.state.params)
             weights = self.programs.weights(self.state._replace(params=params))
             values = held_out.losses(
                 self._data,

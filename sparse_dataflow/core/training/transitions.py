@@ -48,7 +48,7 @@ from sparse_dataflow.core.optim.optimizers import TrainState, adam_state, map_mo
 from sparse_dataflow.core.optim.weight_state import WeightState
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.dense import Dense
-from sparse_dataflow.core.weights.kind import TABLE, TERMS, with_term
+from sparse_dataflow.core.weights.kind import TABLE
 from sparse_dataflow.core.weights.masked import Masked
 
 (KERNEL,) = Dense.leaves()
@@ -146,14 +146,11 @@ def _with_layouts(state, model, layouts):
     return state._replace(rest=stacks.with_layouts(model, state.rest, layouts))
 
 
-def host_masks(rest: Any) -> dict[str, np.ndarray]:
+def host_masks(model: ModelConfig, rest: Any) -> dict[str, np.ndarray]:
     """Returns masked projection -> bool [layers, in, out] of `TrainState.rest`, in numpy."""
-    masks: dict[str, list[np.ndarray]] = {}
-    for group in split_groups((rest or {}).get("blocks", {})):
-        for name, module in group.items():
-            if MASK in module:
-                masks.setdefault(name, []).append(to_host(module[MASK]))
-    return {name: np.concatenate(parts) for name, parts in masks.items()}
+    groups = split_groups((rest or {}).get("blocks", {}))
+    names = [name for name in model.masked_projections if name in groups[0]]  # Not of experts.
+    return {n: np.concatenate([to_host(group[n][MASK]) for group in groups]) for n in names}
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "gain"))
@@ -300,7 +297,7 @@ def _change_projection(
                 state = _merge_hadamard(state, place, after.hadamard)
             state, stored = _prune(state, place, stored, after, scale, given)
     if before.term and not after.term and not after.weight.stores_blocks:
-        state = _merge_term(state, place)
+        state = _merge_term(state, place, before.term)
     if after.term and not before.term:
         state = _add_term(state, place, _term_init(new, place.name)(key, place.layers))
     return state, stored
@@ -524,20 +521,20 @@ def _convert_leaf(tree, place, before, after, convert, counts=None):
     return place.with_module(tree, module)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _sum_with_term(kernel, terms):
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="term")
+def _sum_with_term(kernel, arrays, term):
     """Returns the dense form [L, in, out] of a weight with its low-rank term."""
-    return with_term(Dense(kernel), terms).dense()
+    return term(Dense(kernel), **arrays).dense()
 
 
-def _merge_term(state, place):
+def _merge_term(state, place, term):
     """Adds a projection's low-rank term to its dense weight; drops the moments of the term."""
-    terms = {leaf: place.module(state.params)[leaf] for leaf in TERMS}
-    merge = lambda kernel: _sum_with_term(kernel, terms)  # noqa: E731
+    arrays = {leaf: place.module(state.params)[leaf] for leaf in term.leaves()}
+    merge = lambda kernel: _sum_with_term(kernel, arrays, term)  # noqa: E731
     params = _convert_leaf(state.params, place, KERNEL, KERNEL, merge)
 
     def without_term(tree):
-        module = {k: v for k, v in place.module(tree).items() if k not in TERMS}
+        module = {k: v for k, v in place.module(tree).items() if k not in arrays}
         return place.with_module(tree, module)
 
     return _map_trees(without_term, state._replace(params=params))
@@ -553,7 +550,8 @@ def _term_init(model, name):
     @functools.partial(jax.jit, static_argnames="layers")
     def draw(key, layers):
         modules = [group[name] for group in split_groups(gpt.init(model, key)["blocks"])]
-        stacked = {leaf: jnp.concatenate([m[leaf] for m in modules]) for leaf in TERMS}
+        leaves = model.linear(name).term.leaves()
+        stacked = {leaf: jnp.concatenate([m[leaf] for m in modules]) for leaf in leaves}
         return {leaf: array[layers.start : layers.stop] for leaf, array in stacked.items()}
 
     return draw

@@ -70,6 +70,10 @@ class Dense(Weight):
         return self.kernel
 
     @classmethod
+    def form(cls, spec):
+        return Quantised if spec.frozen_dtype == "int8" else cls
+
+    @classmethod
     def shapes(cls, spec, sides):
         return {"kernel": tuple(sides)}
 
@@ -82,7 +86,7 @@ class Dense(Weight):
         return {"kernel": normal(tuple(sides), gain / math.sqrt(sides[0]))}
 
 
-@register_form(Dense)
+@register_form
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Quantised(Weight):
     """A stored matrix of int8 numbers times a scale for each output, which is not trained.

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sparse_dataflow.core.config.projections import (
     ADDED_TERMS,
@@ -25,6 +25,9 @@ from sparse_dataflow.core.config.projections import (
     LinearSpec,
 )
 from sparse_dataflow.files.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.model import ModelConfig
 
 MATRIX, VECTOR, SCALE, NUMBER, TABLE = "matrix", "vector", "scale", "number", "table"
 """Roles of an array: matrices multiply activations, scales and tables are not trained."""
@@ -92,9 +95,6 @@ class Leaf:
         return ("fsdp",), *others
 
 
-LEAVES: dict[str, Leaf] = {}
-"""Name of an array -> what it is, of all kinds and of the terms that are added to weights."""
-
 BIAS = Leaf(VECTOR, output_dim=0)
 """The bias of a projection, which is of no kind of weight."""
 
@@ -107,9 +107,6 @@ experts, in float32 whatever the compute dtype."""
 
 LAYOUT = "layout"
 """Which blocks a weight stores: an array of its tree, and a `BlockLayout` or its tables."""
-
-TERMS: set[str] = set()
-"""Names of the arrays of added terms, which any stored form may have beside it."""
 
 LEAF = "leaf"
 """Key of a `Leaf` in the metadata of a dataclass field, which makes the field an array."""
@@ -193,9 +190,9 @@ class Weight:
         return {field.name: field.metadata[LEAF] for field in fields if LEAF in field.metadata}
 
     @classmethod
-    def form(cls, arrays: Mapping[str, object]) -> "type[Weight]":
-        """Returns the class that stores these arrays: this kind, or another stored form of it."""
-        return next((f for f in _FORMS.get(cls, ()) if f.leaves().keys() <= arrays.keys()), cls)
+    def form(cls, spec: LinearSpec) -> "type[Weight]":
+        """Returns the class that stores a weight of the kind: itself, or another stored form."""
+        return cls
 
     @classmethod
     def project(cls, arrays: Mapping[str, object]) -> dict[str, Any]:
@@ -361,20 +358,16 @@ CLASSES: list[type[Weight]] = []
 ON_REGISTER: list[Callable[[type[Weight]], None]] = []
 """Functions of each new class of weights; `weight` registers it as a pytree."""
 
-_FORMS: dict[type[Weight], list[type[Weight]]] = {}
-
 
 def register(weight: Kind) -> Kind:
     """Registers a kind of weight by its key, as a decorator.
 
-    Kinds may have arrays of the same names, if they say the same of them.
-
     Raises:
-      UserError: it lacks a fact, or another class has its key or the name of an array for something
-        else.
+      UserError: it lacks a fact, another class has its key, or every projection may have an array
+        of the name of one of its arrays.
     """
     leaves = weight.leaves()
-    _check_leaves(weight, leaves)
+    _check_names(weight)
     if weight.kind in KINDS:
         raise UserError(f"The kind of weight {weight.kind!r} is registered twice.")
     bases = weight.__mro__[: weight.__mro__.index(Weight)]
@@ -404,20 +397,16 @@ def register(weight: Kind) -> Kind:
         PATTERN_NAMES.append(weight.kind)
     elif weight.stores_blocks:
         BLOCK_KINDS.append(weight.kind)
-    return _registered(weight, leaves)
+    return register_form(weight)
 
 
-def register_form(kind: type[Weight]) -> Callable[[Kind], Kind]:
-    """Returns a decorator that registers another stored form of a kind, which no spec names: a
-    weight of the kind has it where its arrays are there."""
-
-    def registered(weight: Kind) -> Kind:
-        leaves = weight.leaves()
-        _check_leaves(weight, leaves)
-        _FORMS.setdefault(kind, []).append(weight)
-        return _registered(weight, leaves)
-
-    return registered
+def register_form(weight: Kind) -> Kind:
+    """Registers a class that no spec names, such as another stored form; see `Weight.form`."""
+    _check_names(weight)
+    CLASSES.append(weight)
+    for seen in ON_REGISTER:
+        seen(weight)
+    return weight
 
 
 def register_term(setting: str) -> Callable[[Kind], Kind]:
@@ -429,58 +418,39 @@ def register_term(setting: str) -> Callable[[Kind], Kind]:
     """
 
     def registered(weight: Kind) -> Kind:
-        leaves = weight.leaves()
-        _check_leaves(weight, leaves)
-        TERMS.update(leaves)
+        register_form(weight)
         ADDED_TERMS[setting] = weight
-        return _registered(weight, leaves)
+        return weight
 
     return registered
 
 
-def _check_leaves(weight, leaves):
-    reserved = {BIAS_NAME, *TERMS, *([] if weight.stores_blocks else [LAYOUT])}
-    for name, leaf in leaves.items():
-        if name in reserved:
-            raise UserError(
-                f"The array {name!r} of {weight.__name__} has a name that projections use for "
-                f"something else; legal: other names than {', '.join(sorted(reserved))}."
-            )
-        if LEAVES.get(name, leaf) != leaf:
-            raise UserError(
-                f"The array {name!r} of {weight.__name__} is something else in another weight; "
-                "legal: another name, or the same facts."
-            )
+def _check_names(weight):
+    # The arrays of a weight, of its added term and its bias lie side by side.
+    reserved = {BIAS_NAME, *([] if weight.stores_blocks else [LAYOUT])}
+    reserved.update(*(term.leaves() for term in ADDED_TERMS.values()))
+    if names := reserved & weight.leaves().keys():
+        raise UserError(
+            f"The array {min(names)!r} of {weight.__name__} has a name that projections use for "
+            f"something else; legal: other names than {', '.join(sorted(reserved))}."
+        )
 
 
-def _registered(weight, leaves):
-    LEAVES.update(leaves)
-    CLASSES.append(weight)
-    for seen in ON_REGISTER:
-        seen(weight)
-    return weight
+def with_term(spec: LinearSpec, weight: Weight, arrays: Mapping[str, object]) -> Weight:
+    """Returns a weight with the added term of its spec; the weight itself for none."""
+    if spec.term is None:
+        return weight
+    return spec.term(weight, **{name: arrays[name] for name in spec.term.leaves()})
 
 
-def with_term(weight: Weight, arrays: Mapping[str, object]) -> Weight:
-    """Returns a weight with the added term whose arrays there are; the weight itself for none."""
-    for term in ADDED_TERMS.values():
-        names = term.leaves()
-        if names.keys() <= arrays.keys():
-            weight = term(weight, **{name: arrays[name] for name in names})
-    return weight
-
-
-def is_table(name: str) -> bool:
-    """Returns whether an array of a projection is a table, which is not trained."""
-    return name in LEAVES and LEAVES[name].role == TABLE
-
-
-def leaf_of(path: tuple) -> Leaf | None:
+def leaf_of(model: "ModelConfig", path: tuple) -> Leaf | None:
     """Returns what the array at a `jax.tree_util` path is; None if it is of no weight.
 
     A weight lies in a projection: norms and embeddings may have arrays of the same names.  The
     index tables of a layout are arrays of one leaf.
     """
     *above, key = path[:-1] if len(path) > 1 and hasattr(path[-1], "name") else path
-    is_weight = bool(above) and getattr(above[-1], "key", None) in PROJECTIONS
-    return LEAVES.get(getattr(key, "key", "")) if is_weight else None
+    projection = getattr(above[-1], "key", None) if above else None
+    if projection not in PROJECTIONS:
+        return None
+    return model.linear(projection).leaves.get(getattr(key, "key", ""))

@@ -84,7 +84,7 @@ def test_all_axes_shard_large_weights():
 
 @given(drawn_meshes())
 def test_fsdp_moves_to_a_dimension_that_it_divides(mesh):
-    spec = sharding.spec("blocks.qkv.values", (2, 4 * 3, 8, 8), mesh)
+    spec = sharding.spec(SPARSE, "blocks.qkv.values", (2, 4 * 3, 8, 8), mesh)
     shape = NamedSharding(mesh, spec).shard_shape((2, 12, 8, 8))
     assert math.prod(shape) * mesh.shape["fsdp"] * mesh.shape["tensor"] == 2 * 12 * 8 * 8
     assert shape[0] == 2
@@ -111,8 +111,8 @@ def test_a_state_is_placed_with_a_padded_vocabulary():
 
 def test_an_unpadded_vocabulary_is_replicated():
     mesh = abstract("tensor:4")
-    assert sharding.axes_of(sharding.spec("embed.tokens", (50257, 64), mesh)) == set()
-    assert sharding.axes_of(sharding.spec("embed.tokens", (50256, 64), mesh)) == {"tensor"}
+    assert sharding.axes_of(sharding.spec(DENSE, "embed.tokens", (50257, 64), mesh)) == set()
+    assert sharding.axes_of(sharding.spec(DENSE, "embed.tokens", (50256, 64), mesh)) == {"tensor"}
 
 
 @pytest.mark.parametrize(("tensor", "copied"), [(1, False), (2, False), (4, True)])

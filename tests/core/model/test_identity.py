@@ -38,7 +38,9 @@ MODELS = {
 def test_a_layer_begins_as_the_identity_and_all_of_it_learns(name):
     config = dataclasses.replace(MODELS[name], num_layers=1)
     first = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
-    start = jax.tree.map(jnp.asarray, as_identity(first(arbitrary_params(config)["blocks"])))
+    start = jax.tree.map(
+        jnp.asarray, as_identity(config, first(arbitrary_params(config)["blocks"]))
+    )
     layouts = first(tables_of(config)["blocks"] if tables_of(config) else {})
     x, dy = jax.random.normal(jax.random.key(0), (2, 2, 12, config.d_model))
 

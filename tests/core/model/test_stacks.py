@@ -63,7 +63,7 @@ def test_stored_blocks_alone_have_a_layout(name, parents, group):
     def layout_of(*names):
         keys = jax.tree_util.DictKey, jax.tree_util.SequenceKey
         path = tuple(keys[isinstance(each, int)](each) for each in (*parents, *names))
-        return stacks.layout_of_leaf(path, placed)
+        return stacks.layout_of_leaf(MODELS[name], path, placed)
 
     placed = stacks.layouts_by_place(stacks.stored_layouts(MODELS[name]))
     assert layout_of("mlp_in", "values") is placed[stacks.Place(group, "mlp_in")]

@@ -90,7 +90,7 @@ def test_a_dense_model_is_trained_as_by_optax():
     def matrices(params):
         numbers = optax.contrib.MuonDimensionNumbers(1, 2)
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: numbers if matrix_leaves.has_muon(path) else None, params
+            lambda path, _: numbers if matrix_leaves.has_muon(model, path) else None, params
         )
 
     theirs = optax.chain(
@@ -191,7 +191,7 @@ def test_everything_but_matrices_of_projections_has_adamw():
         for key in path:
             twin = twin[key.key]
         same = np.array_equal(leaf, twin)
-        assert same != matrix_leaves.has_muon(path), jax.tree_util.keystr(path)
+        assert same != matrix_leaves.has_muon(MODEL, path), jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], "bfloat16"))
@@ -202,7 +202,7 @@ def test_a_matrix_has_one_moment_in_the_state_dtype(dtype):
     assert jax.tree.structure(adam.mu) == jax.tree.structure(params)
     assert {leaf.dtype.name for leaf in jax.tree.leaves((adam.mu, adam.nu))} == {dtype}
     size = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
-    matrices = size(params) - size(matrix_leaves.without_muon(params))
+    matrices = size(params) - size(matrix_leaves.without_muon(MODEL, params))
     assert matrices > 0.7 * size(params)
     assert size(adam.nu) == size(params) - matrices
 

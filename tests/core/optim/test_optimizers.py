@@ -88,7 +88,9 @@ def test_half_way_down_is_half_the_way():
 
 
 def test_matrices_decay_and_nothing_else():
-    decayed = {path for path, leaf in by_path(decay_mask(draw_like_params(0))).items() if leaf}
+    decayed = {
+        path for path, leaf in by_path(decay_mask(MODEL, draw_like_params(0))).items() if leaf
+    }
     assert decayed == {
         "embed/tokens",
         "embed/positions",
@@ -237,7 +239,9 @@ def test_without_supar_it_is_optax_adamw():
     theirs = train(
         optax.chain(
             optax.clip_by_global_norm(TRAINING.clip),
-            optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.3, mask=decay_mask),
+            optax.adamw(
+                rate, b1=0.9, b2=0.95, weight_decay=0.3, mask=functools.partial(decay_mask, MODEL)
+            ),
         )
     )
     for path, leaf in by_path(ours).items():

@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.model import adapters, gpt, stacks
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
@@ -70,7 +70,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(base):
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.params, state.params)
     assert all(jax.tree.leaves(moved)) and np.isfinite(report.loss)
     names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(state.params)}
-    assert names == set(adapters.FACTORS)
+    assert names == {"a_kernel", "b_kernel"}
     assert jax.tree.structure(state.moments[1].mu) == jax.tree.structure(state.params)
 
 
@@ -79,7 +79,7 @@ def test_before_the_first_step_the_model_is_its_base(base):
     model, state, tables = start(base)
     weights = state.weights.merged
     groups = weights["blocks"] if isinstance(weights["blocks"], tuple) else (weights["blocks"],)
-    terms = (*adapters.FACTORS, "gate")
+    terms = ("a_kernel", "b_kernel", "gate")
     bare = [
         {name: {k: v for k, v in m.items() if k not in terms} for name, m in group.items()}
         for group in groups

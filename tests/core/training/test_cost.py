@@ -44,10 +44,10 @@ def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
         (leaf, each)
         for (path, leaf), each in zip(
             jax.tree_util.tree_leaves_with_path(params),
-            jax.tree.leaves(matrices_like(params, ModelWeights(params, tables))),
+            jax.tree.leaves(matrices_like(model, params, ModelWeights(params, tables))),
             strict=True,
         )
-        if matrix_leaves.has_muon(path)
+        if matrix_leaves.has_muon(model, path)
     ]
     joined = [jax.eval_shape(matrices.join, leaf) for leaf, matrices in stacks]
     program = jax.jit(lambda stacks: jax.tree.map(muon.orthogonalize, stacks)).lower(joined)

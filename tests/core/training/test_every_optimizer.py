@@ -144,10 +144,10 @@ def test_the_planner_counts_the_bytes_of_the_state(name):
 def test_a_matrix_optimizer_sees_each_layer_and_each_block_by_itself():
     training = TrainingConfig(steps=1, optimizer="optax.contrib:muon", weight_decay=0.0)
     params = gpt.init(MODEL, jax.random.key(0))
-    states = by_weight.init(training, params)
+    states = by_weight.init(MODEL, training, params)
     rates, decays = (jax.tree.map(lambda _, v=v: v, params) for v in (1e-3, 0.0))
     gradients = jax.tree.map(lambda p: p + 0.1, params)
-    updates, _ = by_weight.update(training, gradients, states, params, rates, decays)
+    updates, _ = by_weight.update(MODEL, training, gradients, states, params, rates, decays)
     values = np.asarray(updates["blocks"]["qkv"]["values"])
     # Muon's update of a square matrix is orthogonal, times the rate.
     sizes = np.linalg.svd(values / 1e-3, compute_uv=False)
@@ -168,18 +168,18 @@ def test_decay_and_rate_reach_each_weight_once():
 def test_schedule_free_learning_is_evaluated_at_its_average():
     training = TrainingConfig(steps=1, optimizer="schedule_free", weight_decay=0.0)
     params = {"head": {"norm": {"scale": np.ones(4, np.float32)}}}
-    states, rng, points = by_weight.init(training, params), np.random.default_rng(0), []
+    states, rng, points = by_weight.init(MODEL, training, params), np.random.default_rng(0), []
     for _ in range(5):
         gradients = jax.tree.map(lambda p: rng.standard_normal(p.shape).astype(p.dtype), params)
         rates = jax.tree.map(lambda _: 0.1, params)
         updates, states = by_weight.update(
-            training, gradients, states, params, rates, jax.tree.map(lambda _: 0.0, params)
+            MODEL, training, gradients, states, params, rates, jax.tree.map(lambda _: 0.0, params)
         )
         params = jax.tree.map(lambda p, u: np.asarray(p + u), params, updates)
         shape = factories.state_shapes(training, (4,))
         state = jax.tree.unflatten(jax.tree.structure(shape), states["head"]["norm"]["scale"])
         points.append(np.asarray(state.z))
-    average = by_weight.evaluated(training, (by_weight.WeightStates(states),), params)
+    average = by_weight.evaluated(MODEL, training, (by_weight.WeightStates(states),), params)
     # At a constant rate all points weigh the same.
     np.testing.assert_allclose(average["head"]["norm"]["scale"], np.mean(points, 0), rtol=1e-4)
 
@@ -218,7 +218,7 @@ def test_moments_move_with_their_block_and_counts_go_on(optimizer, block):
             for array, names in zip(state, state.names)
         )
 
-    zeros = by_weight.init(training, state.params)
+    zeros = by_weight.init(model, training, state.params)
     states = by_weight.WeightStates(jax.tree.map(filled, state.params, zeros))
     moments = tuple(states if hasattr(m, "states") else m for m in state.moments)
     before = np.array(state.params["blocks"]["qkv"]["values"])

@@ -37,7 +37,7 @@ from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.core.training.transitions import change_model
 from sparse_dataflow.core.weights import kind as kinds
-from sparse_dataflow.core.weights.kind import LEAF, LEAVES, MATRIX, Leaf, Weight
+from sparse_dataflow.core.weights.kind import LEAF, MATRIX, Leaf, Weight
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_form
 from sparse_dataflow.planner import memory, plan_memory
@@ -83,13 +83,12 @@ def test_drawn_arrays_are_those_that_it_names(key):
     spec, _, arrays = drawn(key)
     assert {name: array.shape for name, array in arrays.items()} == spec.weight.shapes(spec, SIDES)
     layouts = {kinds.LAYOUT} if spec.weight.stores_blocks else set()
-    assert arrays.keys() <= LEAVES.keys()
-    assert spec.weight.form({**arrays, **dict.fromkeys(layouts)}) is spec.weight
-    trained = [a for name, a in arrays.items() if LEAVES[name].role != kinds.TABLE]
+    assert arrays.keys() | layouts == spec.leaves.keys()
+    trained = [a for name, a in arrays.items() if spec.leaves[name].role != kinds.TABLE]
     size = sum(math.prod(array.shape) for array in trained)
     assert spec.weight.stored(spec, SIDES) == pytest.approx(size, rel=1e-12)
     for name, array in arrays.items():
-        leaf = LEAVES[name]
+        leaf = spec.leaves[name]
         blocks = leaf.is_blocks
         assert array.ndim == kinds.ROLE_AXES[leaf.role] + blocks
         assert all(len(leaf.cuts(rows)) <= array.ndim for rows in (False, True))
@@ -97,8 +96,6 @@ def test_drawn_arrays_are_those_that_it_names(key):
             assert array.shape[leaf.input_dim] == SIDES[0]
         if leaf.output_dim is not None and not blocks:
             assert array.shape[leaf.output_dim] == SIDES[1]
-    others = {"bias": 0, "a_kernel": 0, "b_kernel": 0, "gate": 0, **dict.fromkeys(layouts)}
-    assert spec.weight.form({**arrays, **others}) is spec.weight
 
 
 @each_kind
@@ -106,7 +103,7 @@ def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
     spec, layout, arrays = drawn(key)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
-        tables = {name: a for name, a in arrays.items() if LEAVES[name].role == kinds.TABLE}
+        tables = {name: a for name, a in arrays.items() if spec.leaves[name].role == kinds.TABLE}
         arrays = {n: jnp.asarray(np.asarray(a, np.float64)) for n, a in arrays.items()}
         arrays = {n: a for n, a in arrays.items() if n not in tables}
 
@@ -127,7 +124,7 @@ def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
 @each_kind
 def test_parameters_are_counted(key):
     model = MODEL.with_linears(spec_of(key))
-    params, _ = without_tables(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
+    params, _ = without_tables(model, jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
     assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
 
 
@@ -176,11 +173,12 @@ def test_planner_and_mesh_cut_alike(key, axes, sides, rows):
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     spec = spec_of(key)
     projection = "mlp_out" if rows else "mlp_in"
+    model = MODEL.with_linears(spec)
     shards = {"fsdp": fsdp, "tensor": tensor, "feature": 1}
     for name, shape in spec.weight.shapes(spec, sides).items():
-        cuts = LEAVES[name].cuts(rows)
+        cuts = spec.leaves[name].cuts(rows)
         divides = plan_memory._divides(shape, cuts, shards)
-        entries = sharding.spec(f"blocks.{projection}.{name}", (2, *shape), mesh)
+        entries = sharding.spec(model, f"blocks.{projection}.{name}", (2, *shape), mesh)
         shards_fsdp = "fsdp" in itertools.chain(*map(sharding.entry_axes, entries))
         has_fsdp = any("fsdp" in axes for axes in cuts)
         assert shards_fsdp == (bool(divides) and has_fsdp and fsdp > 1)
@@ -262,7 +260,7 @@ def test_an_added_term_goes_with_each_kind_that_offers_one(key):
     """It is counted, drawn, all that adapters train, and part of the dense form."""
     base = MODEL.with_linears(spec_of(key))
     model = with_adapters(base, rank=3)
-    params, _ = without_tables(jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
+    params, _ = without_tables(model, jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
     assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
     sides = [sum(model.projection_shape(name)) for name in model.projections]
     assert memory.term_count(model) == 3 * MODEL.num_layers * sum(sides)
@@ -295,7 +293,7 @@ def test_each_leaf_of_a_kind_and_of_its_term_has_a_learning_rate(key, optimizer)
 @pytest.fixture
 def registry(monkeypatch):
     """Lets a test register kinds of its own: all tests of a process share the registry."""
-    names = ("KINDS", "KIND_NAMES", "PATTERN_NAMES", "LEAVES", "CLASSES")
+    names = ("KINDS", "KIND_NAMES", "PATTERN_NAMES", "CLASSES")
     before = {name: getattr(kinds, name).copy() for name in names}
     yield
     for name, content in before.items():
@@ -323,6 +321,17 @@ def test_a_kind_with_the_arrays_of_another_one_changes_no_model_of_that_one(regi
     np.testing.assert_array_equal(after, before)
     halved = MODEL.with_linears(dataclasses.replace(spec_of(key), kind="halved"))
     assert np.abs(np.asarray(whole.logits(halved, state.weights, tokens)) - before).max() > 1e-3
+
+
+def test_kinds_say_different_things_of_arrays_of_the_same_name(registry):
+    """What an array is follows from the kind of its projection, never from its name."""
+    fields = {"kernel": dataclasses.field(metadata={LEAF: Leaf(kinds.TABLE)}), "mine": None}
+    kinds.register(incomplete(**fields, __annotations__={"kernel": object}))
+    model = MODEL.with_linears(LinearSpec("mine"), ["mlp_in"])
+    params = {"blocks": {name: {"kernel": 0} for name in ("mlp_in", "mlp_out")}}
+    trained, tables = without_tables(model, params)
+    assert trained == {"blocks": {"mlp_out": {"kernel": 0}}}
+    assert tables == {"blocks": {"mlp_in": {"kernel": 0}}}
 
 
 def test_an_array_of_a_kind_is_not_taken_for_that_of_a_norm(registry):
@@ -407,18 +416,13 @@ def incomplete(**changes):
              "gate": dataclasses.field(metadata={LEAF: Leaf(MATRIX)})},
             "'gate' of Mine has a name that .* legal: other names than .*bias",
         ),
-        (
-            {"__annotations__": {"kernel": object}, "mine": None,
-             "kernel": dataclasses.field(metadata={LEAF: Leaf(MATRIX)})},
-            "'kernel' of Mine is something else",
-        ),
     ],
 )  # fmt: skip
 def test_a_kind_without_a_fact_is_refused_by_its_name(changes, words):
-    before = dict(KINDS), dict(LEAVES)
+    before = dict(KINDS)
     with pytest.raises(UserError, match=words):
         kinds.register(incomplete(**changes))
-    assert (KINDS, LEAVES) == before
+    assert KINDS == before
 
 
 def test_an_unknown_kind_is_refused_with_the_legal_ones():
@@ -426,7 +430,7 @@ def test_an_unknown_kind_is_refused_with_the_legal_ones():
         LinearSpec("sparse")
 
 
-NAMES = {name for name in LEAVES if LEAVES[name] not in Kronecker.leaves().values()}
+NAMES = {name for each in kinds.CLASSES for name in each.leaves()} - Kronecker.leaves().keys()
 ROOMS = ("core", "interchange", "planner", "pipeline", "relay", "runs", "compile")
 HOMES = (
     "core/weights/", "interchange/peft.py", "interchange/serving/run_in_torch.py",

@@ -255,11 +255,12 @@ def test_a_model_turns_sparse_and_dense(method, name):
 
 def test_parameters_and_masks_are_parted_and_merged():
     params = {"embed": {"tokens": 1}, "blocks": ({"qkv": {"kernel": 2, "mask": 3}}, {"v": {}})}
-    trained, tables = without_tables(params)
+    model = MODEL.with_linears(LinearSpec("masked", "masked"))
+    trained, tables = without_tables(model, params)
     assert trained["blocks"][0] == {"qkv": {"kernel": 2}}
     assert tables == {"blocks": ({"qkv": {"mask": 3}}, {})}
     assert merged(trained, tables)["blocks"][0] == params["blocks"][0]
-    assert without_tables({"embed": {"tokens": 1}}) == ({"embed": {"tokens": 1}}, ())
+    assert without_tables(model, {"embed": {"tokens": 1}}) == ({"embed": {"tokens": 1}}, ())
 
 
 @pytest.mark.parametrize(
