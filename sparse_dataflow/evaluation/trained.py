@@ -16,8 +16,8 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.layout import blocks_text
-from sparse_dataflow.core.model import left_out, partition
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model import partition
+from sparse_dataflow.core.model.partition import without_left_out, without_tables
 from sparse_dataflow.core.model.stacks import (
     ModelWeights,
     layout_of_leaf,
@@ -230,7 +230,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
     frozen, layouts = split_layouts(state.state(shape).rest)
     params = evaluated(shape, training, state.moments, state.params)
     if shape.left_out:
-        params, frozen = whole_params(shape, params, frozen), left_out.without(frozen)
+        params, frozen = whole_params(shape, params, frozen), without_left_out(frozen)
         shape = shape.with_all_features
     params = partition.merged(params, frozen)
     if shape.shared_layers:

@@ -31,7 +31,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, partition, stacks
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.partition import trained_and_rest, without_tables
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
@@ -415,7 +415,7 @@ def adapter_state_from(
       UserError: the weights of `start` are not those of `model` without its adapters.
     """
     refuse_other_base(start, model)
-    params = jax.jit(lambda key: adapters.factors(model, gpt.init(model, key)))(
+    params = jax.jit(lambda key: trained_and_rest(model, gpt.init(model, key), 1.0)[0])(
         jax.random.key(training.seed)
     )
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)

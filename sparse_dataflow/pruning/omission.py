@@ -27,7 +27,7 @@ from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import Portions, portions
-from sparse_dataflow.core.model import gpt, left_out, partition, stacks
+from sparse_dataflow.core.model import gpt, partition, stacks
 from sparse_dataflow.core.model.left_out import LEFT_OUT, POSITIONS
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState, map_moments
@@ -166,7 +166,7 @@ def put_back(state: TrainState, model: ModelConfig) -> TrainState:
     return state._replace(
         params=whole_params(model, state.params, state.rest),
         moments=map_moments(with_zeros, state.moments),
-        rest=left_out.without(state.rest),
+        rest=partition.without_left_out(state.rest),
     )
 
 

@@ -25,8 +25,12 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
-from sparse_dataflow.core.model import gpt, left_out, stacks
-from sparse_dataflow.core.model.partition import merged, trained_and_rest
+from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.partition import (
+    merged,
+    trained_and_rest,
+    without_left_out,
+)
 from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import ROUTER
@@ -113,7 +117,7 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
     def draw():
         params: dict = gpt.init(model, jax.random.key(0))
         trained, rest = trained_and_rest(model, params, 1.0 if adapted else None)
-        return trained, left_out.without(rest) or {}
+        return trained, without_left_out(rest) or {}
 
     params, rest = jax.eval_shape(draw)
     weights = {

@@ -122,10 +122,14 @@ class LinearSpec(Readable):
         return next((term for name, term in ADDED_TERMS.items() if getattr(self, name)), None)
 
     @property
+    def term_leaves(self) -> dict[str, Any]:
+        """Name of each array of its added term -> `weights.kind.Leaf`."""
+        return self.term.leaves() if self.term else {}
+
+    @property
     def leaves(self) -> dict[str, Any]:
         """Name of each array of its weight and its added term -> `weights.kind.Leaf`."""
-        term = self.term.leaves() if self.term else {}
-        return {**self.weight.form(self).leaves(), **term}
+        return {**self.weight.form(self).leaves(), **self.term_leaves}
 
     def term_numbers(self, sides: tuple[int, int], roles: Collection[str] = ("matrix",)) -> int:
         """Returns the numbers of a layer's added term, of arrays of some roles; 0 without one."""

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.weights.dense import Dense, Quantised
 from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
@@ -26,24 +25,12 @@ from sparse_dataflow.core.weights.kind import (
 from sparse_dataflow.files.errors import UserError
 
 
-def factor_names(spec: LinearSpec) -> tuple[str, ...]:
-    """Returns the names of the arrays of an adapted projection that are trained; () without an
-    adapter."""
-    leaves = spec.term.leaves().items() if spec.term else ()
-    return tuple(name for name, leaf in leaves if leaf.role == MATRIX)
-
-
-def factors(model: ModelConfig, params: dict) -> dict:
-    """Returns the trained part of a parameter tree: the factors of its adapters."""
-    groups = [
-        {
-            name: {leaf: module[leaf] for leaf in factor_names(model.linear(name))}
-            for name, module in group.items()
-            if model.linear(name).term
-        }
-        for group in split_groups(params["blocks"])
-    ]
-    return {"blocks": join_groups(groups)}
+def is_factor(model: ModelConfig, path: tuple) -> bool:
+    """Returns whether an array at a `jax.tree_util` path is a factor of an adapter, which alone is
+    trained."""
+    leaf, (*_, projection, key) = leaf_of(model, path), path
+    is_matrix = leaf is not None and leaf.role == MATRIX
+    return is_matrix and key.key in model.linear(projection.key).term_leaves
 
 
 def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
@@ -68,12 +55,11 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
         spec = model.linear(name)
         if not spec.term:
             return module
-        trained = factor_names(spec)
-        base = {leaf: array for leaf, array in module.items() if leaf not in trained}
+        base = {leaf: array for leaf, array in module.items() if leaf not in spec.term_leaves}
         weight = next(array for leaf, array in base.items() if leaf != LAYOUT)
         # The base keeps the gate of the low-rank term; the factors are trained.  A gate for each
         # layer of the stack.
-        (gate,) = spec.term.leaves().keys() - {*trained}
+        (gate,) = (leaf for leaf, about in spec.term_leaves.items() if about.role != MATRIX)
         return {**base, gate: jnp.full(len(weight), scale, jnp.float32)}
 
     def with_int8(module, name):

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.mlp import Mlp
 from sparse_dataflow.core.model.projection import module_arrays
@@ -31,17 +30,3 @@ def draw(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
 def is_left_out(path: tuple) -> bool:
     """Returns whether an array at a `jax.tree_util` path is left out of the programs."""
     return any(getattr(key, "key", "") == LEFT_OUT for key in path)
-
-
-def without(rest: Any) -> Any:
-    """Returns what is not trained of a model without what is left out, as programs take it."""
-    if not rest or not any(LEFT_OUT in group for group in split_groups(rest["blocks"])):
-        return rest
-    groups = [
-        {name: module for name, module in group.items() if name != LEFT_OUT}
-        for group in split_groups(rest["blocks"])
-    ]
-    others = {name: section for name, section in rest.items() if name != "blocks"}
-    if any(groups):
-        others["blocks"] = join_groups(groups)
-    return others or ()

@@ -4,6 +4,7 @@ What is trained has gradients, an optimizer state and float32 masters.  The rest
 adapters, what a weight stores beside its numbers, such as a mask, or what a phase leaves out.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,8 @@ def trained_and_rest(
     """
     if adapter_scale is None:
         return without_tables(model, params)
-    return adapters.factors(model, params), adapters.frozen(model, params, adapter_scale)
+    trained = part(params, functools.partial(adapters.is_factor, model))
+    return trained, adapters.frozen(model, params, adapter_scale)
 
 
 def without_tables(model: ModelConfig, params: object) -> tuple[Any, Any]:
@@ -44,6 +46,11 @@ def without_tables(model: ModelConfig, params: object) -> tuple[Any, Any]:
 
     rest = part(params, is_table)
     return (part(params, lambda path: not is_table(path)), rest) if rest else (params, ())
+
+
+def without_left_out(rest: Any) -> Any:
+    """Returns what is not trained of a model without what is left out, as programs take it."""
+    return part(rest, lambda path: not is_left_out(path)) or () if rest else rest
 
 
 def legal(model: ModelConfig, params: object, rest: object) -> Any:

@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
-from sparse_dataflow.core.model import left_out
-from sparse_dataflow.core.model.partition import merged
+from sparse_dataflow.core.model.partition import merged, without_left_out
 from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER
@@ -314,7 +313,7 @@ def learning_rate_multipliers(
             spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
             sides = model.projection_shape(projection)
         has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(model, path)
-        is_term = spec.term is not None and name in spec.term.leaves()
+        is_term = name in spec.term_leaves
         form = spec.term if is_term else spec.weight
         share = form.read_share(name, spec, sides, has_muon)
         density = spec.density if is_term else share
@@ -358,7 +357,7 @@ class TrainState(NamedTuple):
     @property
     def weights(self) -> ModelWeights:
         """All weights that take part, as executors take them."""
-        return ModelWeights(self.params, left_out.without(self.rest))
+        return ModelWeights(self.params, without_left_out(self.rest))
 
     def without_layouts(self) -> "TrainState":
         """Returns the state without layouts, which stay on the host."""

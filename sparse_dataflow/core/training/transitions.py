@@ -550,7 +550,7 @@ def _term_init(model, name):
     @functools.partial(jax.jit, static_argnames="layers")
     def draw(key, layers):
         modules = [group[name] for group in split_groups(gpt.init(model, key)["blocks"])]
-        leaves = model.linear(name).term.leaves()
+        leaves = model.linear(name).term_leaves
         stacked = {leaf: jnp.concatenate([m[leaf] for m in modules]) for leaf in leaves}
         return {leaf: array[layers.start : layers.stop] for leaf, array in stacked.items()}
 

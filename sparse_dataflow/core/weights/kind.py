@@ -440,7 +440,7 @@ def with_term(spec: LinearSpec, weight: Weight, arrays: Mapping[str, object]) ->
     """Returns a weight with the added term of its spec; the weight itself for none."""
     if spec.term is None:
         return weight
-    return spec.term(weight, **{name: arrays[name] for name in spec.term.leaves()})
+    return spec.term(weight, **{name: arrays[name] for name in spec.term_leaves})
 
 
 def leaf_of(model: "ModelConfig", path: tuple) -> Leaf | None:
