@@ -77,7 +77,7 @@ ROWS = (
     Conflict(
         GIVEN_EXPERTS,
         (TENSOR,),
-        "whose axis tensor cuts equal groups of blocks, known before training",
+        "which needs equal groups of blocks that are known before training",
         "legal: a mesh without tensor, drawn weights, or dense weights",
     ),
 )

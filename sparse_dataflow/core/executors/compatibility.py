@@ -178,13 +178,13 @@ TABLE = (
     Conflict(
         EXPERTS,
         (FEATURE,),
-        "whose axis feature gives a router parts of its inputs, and a choice needs all",
+        "where a router would see only a part of its inputs",
         "legal: a mesh without feature",
     ),
     Conflict(
         SHARED,
         (RELAY_DEPTH,),
-        "whose new layers start as the identity, which a block that all share is not",
+        "where new layers start as the identity, and a shared layer does not",
         "legal: parallel.depth_schedule=constant",
     ),
     Conflict(
