@@ -266,6 +266,14 @@ def test_every_flag_and_setting_is_legal(page):
                     settings.parsed(SETTINGS[path], value)
 
 
+def test_each_guide_page_is_linked_from_another_or_the_readme():
+    pages, linked = sorted(GUIDE.glob("*.md")), set()
+    for page in [ROOT / "README.md", *pages]:
+        targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        linked |= {(page.parent / target).resolve() for target in targets} - {page}
+    assert [page.name for page in pages if page not in linked] == []
+
+
 @pytest.mark.parametrize("name, words", [("cluster", 400), ("data", 800), ("own_model", 800)])
 def test_the_page_of_what_a_reader_has_is_short(name, words):
     text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")
