@@ -50,7 +50,7 @@ class Ended(SystemExit):
         self.number = number
 
     def __str__(self) -> str:
-        return f"ended by {signal.Signals(self.number).name}; start it again to continue."
+        return f"ended by {signal.Signals(self.number).name}; start it again, or --resume its run."
 
 
 class _State:
