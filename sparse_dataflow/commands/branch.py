@@ -83,10 +83,12 @@ def make(source: str | Path, config: RunConfig, command: tuple[str, ...]) -> Non
     after = run_files.read_variants(config, new_record)
     steps = {}
     for name, v in after.items():
+        # After the fall of either run the rate is no longer that of the plateau.
         falls = min(before[name].training.plateau_stop, v.training.plateau_stop)
         steps[name] = _newest_until(source / name / "checkpoints", falls, name)
     try:
         storage.make_folder(out.parent)
+        # In the same folder, as only a rename inside of one file system is atomic.
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as around:
             begun = Path(around) / out.name
             for name, v in after.items():

@@ -209,6 +209,7 @@ def _parse_flag(words: Sequence[str], values, flags: Sequence[Flag], sets: bool)
 def _with_flagfiles(argv: Sequence[str]) -> list[str]:
     """The command line with the lines of each --flagfile in its place, which may name others."""
     words: list[str] = []
+    # A stack, so that the lines of a file stand where it was named, also inside of another file.
     files, size, waiting = 0, 0, list(reversed(argv))
     while waiting:
         argument = waiting.pop()

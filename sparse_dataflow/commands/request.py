@@ -287,6 +287,7 @@ def checked(
             _add(changes, spelled, legal, EVOLUTION, method, "--evolution=", show_path=False)
         for option in options.split(",") if colon else ():
             name, equals, value = option.partition("=")
+            # Commas divide the options, so a list inside of one is written with +.
             path, value = f"evolution.{name.strip()}", value.replace("+", ",")
             with mistakes.collected():
                 if not equals:

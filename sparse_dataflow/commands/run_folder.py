@@ -129,6 +129,7 @@ def _new_name(experiment: str, stack: contextlib.ExitStack) -> str:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
+        # Another run took the name within this second.
         except FileExistsError:
             continue
         except OSError as error:

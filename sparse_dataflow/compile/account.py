@@ -128,6 +128,7 @@ def section_of(kernel: hlo.Kernel) -> str:
     """Returns the part that a kernel belongs to, from its target and its path."""
     scopes = set(re.findall(r"[\w.\-]+", kernel.scope))
     last = kernel.scope.rpartition("/")[2]
+    # Scopes nest, so a kernel has the names of several parts: the order of these tests decides.
     if scopes & {"head", "embed"}:
         return "head and embedding"
     if "optimizer" in scopes:

@@ -50,6 +50,7 @@ class AnswerRows:
         room = truncated = skipped = 0
         for number, (start, stop) in enumerate(zip(examples.starts, examples.starts[1:])):
             if not examples.answers[start : min(stop, start + size)].any():
+                # A row is a span of consecutive examples, so one that is left out ends it.
                 skipped, room = skipped + 1, 0
                 continue
             truncated += stop - start > size

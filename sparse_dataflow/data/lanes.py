@@ -178,6 +178,7 @@ class Lane:
         epoch, first, row = start.epoch, start.shard, start.row
         while True:
             count = 0
+            # Drawn from the epoch's number, so a position in it is all that a checkpoint needs.
             order = _permutation(len(self._shards), self._seed, self._number, "epoch", epoch)
             for place in range(first, len(order)):
                 shard = self._shards[order[place]]
@@ -185,7 +186,9 @@ class Lane:
                 for number, tokens in self._encoded(rows):
                     yield Position(epoch, place, number), tokens
                     count += 1
+                # Only the first shard begins inside.
                 row = 0
+            # Without this check a corpus without text would be read for ever.
             if not count and not first:
                 raise UserError(
                     f"The corpus {self._stream.name} has no text in "

@@ -152,6 +152,8 @@ def texts(shard: Shard, column: str, row: int, skipped: Skipped) -> Iterator[tup
         try:
             for number, text in _rows(shard, column, row, skipped):
                 yield number, text
+                # Attempts count anew after each row: a long file may lose its connection many
+                # times.
                 row, attempt = number + 1, 0
             return
         except UserError:

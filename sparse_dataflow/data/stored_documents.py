@@ -72,6 +72,7 @@ def store_documents(source: Source, folder: Path, name: str, examples: bool) -> 
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     digest = hashlib.sha256()
+    # A group is read whole, and documents are read in any order.
     writer = ArrayRecordWriter(str(folder / DOCUMENTS), "group_size:1")
 
     def written() -> Iterator[Document]:

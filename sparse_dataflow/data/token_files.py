@@ -160,6 +160,7 @@ def _opened(file: Path, column: str, cache_dir: Path) -> StoredArray:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
         head = stream.read(12)
+        # The header of llm.c's files: a magic number, a version, the number of tokens.
         magic, _, count = struct.unpack("<3i", head) if len(head) == 12 else (0, 0, 0)
         if magic in _HEADERS:
             dtype, offset = _HEADERS[magic], _HEADER_BYTES

@@ -192,8 +192,10 @@ def _append(
             text_bytes=done.text_bytes + sum(len(text.encode()) for text, _ in batch),
             crc32=zlib.crc32(tokens.data, done.crc32),
         )
+        # Only after a whole document: a resumed write begins with the next one.
         if ends[-1] and (done.count - saved) * dtype.itemsize >= _SAVED_BYTES:
             _flush(file)
+            # After the flush, so that the record never promises tokens that are not on the disk.
             storage.replace(progress, json.dumps(asdict(done)).encode())
             saved = done.count
     if lost:

@@ -277,6 +277,7 @@ def evaluate(
             lm,
             {"tasks": singles, "groups": groups},
             limit=limit,
+            # Errors come from the samples, clustered by document, which the bootstrap is not.
             bootstrap_iters=0,
             log_samples=True,
         )
@@ -316,6 +317,8 @@ def _task_scores(name, tasks, results) -> dict[str, TaskScore]:
             continue
         values = [s.get(metric) for s in samples if s.get("filter", "none") == output_filter]
         numeric = all(isinstance(v, int | float | np.number) for v in values)
+        # Values of items have an error only where the metric is their mean, which a perplexity is
+        # not.
         is_mean = numeric and np.isclose(np.mean(values), value)
         higher = results["higher_is_better"].get(name, {}).get(metric)
         scores[metric if output_filter == "none" else f"{metric}, {output_filter}"] = TaskScore(

@@ -36,6 +36,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     def forward(batch, places):
         (rows, length), count = batch.tokens.shape, places.shape[1]
         padding = -length % tensor
+        # A place counts tokens of the flat batch, so each row before it adds its padding.
         places = places + places // length * padding
         batch = batch.map_rows(lambda array: np.pad(array, ((0, 0), (0, padding))))
         places = np.pad(places, ((0, 0), (0, -count % tensor)))

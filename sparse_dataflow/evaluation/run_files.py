@@ -95,6 +95,7 @@ class RunRecord:
                 raise ValueError(f"its {name} is not an integer of 1 or more")
         if type(self.rounded_weights) is not bool:
             raise ValueError("its rounded_weights is neither true nor false")
+        # Raises if one is no mapping.
         dict(self.versions), dict(self.code)
 
     def refuse_other_corpus(self, folder: Path, corpus: Corpus, advice: str) -> None:

@@ -47,6 +47,7 @@ def as_data(value: object) -> Any:
     if isinstance(value, bytes):
         return {"bytes": hashlib.sha256(value).hexdigest()}
     if isinstance(value, float):
+        # JSON has no infinity.
         return value if math.isfinite(value) else repr(value)
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -56,6 +57,7 @@ def as_data(value: object) -> Any:
         fields = (field.name for field in dataclasses.fields(value) if field.compare)
         return {type(value).__qualname__: {name: as_data(getattr(value, name)) for name in fields}}
     if isinstance(value, Mapping):
+        # Pairs, as keys of JSON are texts: 1 and "1" would have one name.
         return sorted([as_data(key), as_data(item)] for key, item in value.items())
     if isinstance(value, Sequence):
         return [as_data(item) for item in value]
@@ -268,6 +270,7 @@ def _read(path, origin):
         if digest(files[name]) != entry["sha256"]:
             raise manifest.Damaged("its bytes have changed")
         moved |= state[0] > LARGE
+    # A copy has another inode and time.  They are noted, so the next read does not hash it again.
     if moved:
         with contextlib.suppress(OSError):
             _write_record(path, origin, facts["facts"], named)

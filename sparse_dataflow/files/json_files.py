@@ -55,6 +55,7 @@ def parse(text: str | bytes) -> Any:
       ValueError: it is invalid, deeper than MAX_DEPTH, or may have more than MOST_CONTAINERS.
     """
     signs = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    # Before parsing, as the values take many times the memory of their text.
     if sum(map(text.count, signs)) > MOST_CONTAINERS:  # type: ignore[arg-type]
         raise ValueError(f"it has more than {MOST_CONTAINERS:,} lists and objects")
     try:
@@ -62,6 +63,7 @@ def parse(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     level = [value] if type(value) in _CONTAINERS else []
+    # By levels: recursion over a hostile text would overflow the stack.
     for _ in range(MAX_DEPTH):
         if not level:
             return value

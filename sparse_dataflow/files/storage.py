@@ -100,6 +100,7 @@ def retry(name: str, operation: Callable[[], T], sleep=time.sleep) -> T:
             if attempt > len(WAITS):
                 error.add_note(_RETRIED)
                 raise
+            # Spread, so that processes that failed together do not retry together.
             seconds = WAITS[attempt - 1] * (1 + random.random() / 2)
             number = error_number(error)
             logging.getLogger(__name__).warning(

@@ -735,6 +735,7 @@ def represent(name: str, model: ModelConfig) -> Representation:
             fields |= rule.write(model)
         return fields, read_config(fields)
 
+    # Read back as an import does: what the fields cannot say differs then.
     fields, read = written(model)
     gated = model
     if read.gated_mlp and not model.gated_mlp and not model.experts:
@@ -802,6 +803,7 @@ def _comparable(model):
     rotated = [ROTATED if model.rotates(i) else UNROTATED for i in range(model.num_layers)]
     changes["rotary_layers"] = pattern(rotated)
     if SLIDING not in kinds:
+        # No layer reads them.
         changes |= {"window": 0, "rotary_local_base": 0.0}
     changes |= comparable(dataclasses.replace(model, **changes))
     return dataclasses.replace(model, **changes)

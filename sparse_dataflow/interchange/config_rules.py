@@ -228,6 +228,7 @@ class LocalLayers(FieldRule):
             raise unsupported("attention_types", types, f"lists as {legal}") from None
         if not fits or not set(kinds) <= {"global", "local"}:
             raise unsupported("attention_types", types, f"{layers} of global, local, as {legal}")
+        # transformers saves the expanded list too, and the two must agree.
         listed = fields.get("attention_layers")
         if listed is not None and listed != kinds:
             raise unsupported("attention_layers", listed, "those of attention_types")
@@ -303,6 +304,7 @@ class Window(FieldRule):
     def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         window = fields.get("sliding_window", self.default) or 0
         layers = fields.get("num_hidden_layers") or 0
+        # Qwen's files have a window that is off unless this field says otherwise.
         if self.switched and not fields.get("use_sliding_window", False):
             window = 0
         kinds = fields.get("layer_types")
@@ -310,6 +312,7 @@ class Window(FieldRule):
         if kinds is not None:
             kinds, window = self._listed(fields, kinds, window, layers)
         elif self.counted and window:
+            # The first layers are full and the rest have the window; 28 is transformers' default.
             full = min(max(fields.get("max_window_layers", 28), 0), layers)
             kinds = [FULL] * full + [SLIDING] * (layers - full)
         elif self.unrotated and window:

@@ -35,6 +35,8 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
         for name in model.projections:
             if model.experts and name in MLP:
                 experts = layer["experts"]
+                # One layout serves all experts, the shared one too, and stands with the routed
+                # ones.
                 layout = {n: part for n, part in experts[name].items() if n == LAYOUT}
                 for each in (experts, experts.get("shared")):
                     if each:
@@ -47,6 +49,7 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
     if model.supar:
         blocks = _with_scaled_queries(model, blocks)
         scale = SUPAR_WIDTH / model.d_model
+        # The head reads the normalized stream alone, so a factor of the logits is one of the norm.
         norm = {name: scale * np.asarray(leaf) for name, leaf in head["norm"].items()}
         head = {**head, "norm": norm}
     return dense, {**params, "blocks": blocks, "head": head}

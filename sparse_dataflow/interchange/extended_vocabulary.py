@@ -249,6 +249,7 @@ def _characters(fields, texts, most: int) -> list[str]:
     }
     counts: collections.Counter[str] = collections.Counter()
     for ids, _ in _encoded(engine, texts):
+        # Other tokens become line feeds, so that bytes on two sides of one make no character.
         run = bytes(values.get(number, 10) for number in ids)
         counts.update(run.decode("utf-8", "ignore"))
     rare = sorted((-n, c) for c, n in counts.items() if c.isprintable() and n > 1)
@@ -299,6 +300,7 @@ def _words(fields, texts) -> tuple[list[str], list[str]]:
         for number in np.unique(ids[place[ids] < 0]):
             place[number] = len(symbols)
             symbols.append(names[number])
+        # UTF-32 has four bytes a character, so an array of code points is a text as it is.
         codes = np.insert((place[ids] + _FIRST).astype("<u4"), np.flatnonzero(begins), 10)
         lines.append(codes.tobytes().decode("utf-32-le"))
     return lines, symbols

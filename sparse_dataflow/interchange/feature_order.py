@@ -77,6 +77,7 @@ def search(
     total = sum(scores.total() for layer in layers for scores in layer.scores.values())
     stream = _Places.of([mask for layer in layers for mask in layer.stream_masks()])
     stored = [_stored(_stream_scores(layers, stream), stream, layers[0].sources.stream)]
+    # In turns: hidden features and heads belong to one layer, the stream's order to all of them.
     for _ in range(MOST_TURNS):
         for layer in layers:
             layer.exchange_hidden()

@@ -234,6 +234,7 @@ def _with_experts(old, weights, new, key):
             mlp[name] = module if name in stored else dense_module(old, name, module)
         mlp, expert_layouts = stacks.split_layouts(mlp)
         mlp["mlp_out"] = {name: share * leaf for name, leaf in mlp["mlp_out"].items()}
+        # Equal experts keep the model's function; their drawn routers make them differ in training.
         copies = lambda leaf: np.broadcast_to(leaf, (new.experts, *leaf.shape))  # noqa: E731
         experts = {ROUTER: routers[i], **merged(jax.tree.map(copies, mlp), expert_layouts)}
         experts |= {"shared": mlp} if new.shared_expert else {}

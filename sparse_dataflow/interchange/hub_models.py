@@ -153,6 +153,7 @@ def local_folder(place: str | Path, files: Collection[str] = ()) -> Path:
             words = tensors.other_format([folder.name]) or "legal: the folder that it is in."
             raise UserError(f"{place} is a file; {words}")
     if folder.is_dir():
+        # A link in a downloaded folder could make an import read any file of this machine.
         folders.refuse_outside_links(folder)
     return folder
 

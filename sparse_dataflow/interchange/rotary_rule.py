@@ -96,6 +96,8 @@ class Rotary(FieldRule):
             scaling, ours = self._local(fields, name, scaling)
         if any(isinstance(value, Mapping) for value in scaling.values()):
             raise unsupported(name, dict(scaling), "one for all layers")
+        # transformers 5 has these inside of the field, earlier versions beside it, and some files
+        # both.
         for key, other in (
             ("rope_theta", fields.get("rope_theta")),
             ("partial_rotary_factor", fields.get("partial_rotary_factor")),
@@ -153,6 +155,7 @@ class Rotary(FieldRule):
             scaling |= {"short_factor": factors, "long_factor": factors}
             if self.config_length:
                 fields[_LENGTH["rotary_length"]] = model.rotary_length
+                # Phi-3's class refuses more than these three fields.
                 scaling = {"type": kind, "short_factor": factors, "long_factor": factors}
         fields["rope_scaling"] = scaling
         if self.local:
@@ -173,6 +176,7 @@ def _scaled(name, kind, fields, scaling):
         length = values["rotary_length"] or fields.get(_LENGTH["rotary_length"]) or longest
         defaults = {**_DEFAULTS, "rotary_length": length}
         if length and longest:
+            # transformers' default where the file has no factor.
             defaults["rotary_factor"] = max(1.0, longest / length)
         values |= {n: defaults.get(n) for n, value in values.items() if value is None}
         if not scaling.get("attention_factor") and scaling.get("mscale"):

@@ -492,6 +492,7 @@ def _refuse_mismatch(start: ModelConfig, model: ModelConfig) -> None:
         if before.weight.stores_blocks and after.weight.stores_blocks:
             if before.block != after.block:
                 differences.append(_difference(f"{name}: block size", before.block, after.block))
+            # A line of the stored layout may fill its tables, and narrower ones cannot hold it.
             if before.max_fan_out > after.max_fan_out and before.density == after.density:
                 setting = f"{name}: evolution.max_fan_out"
                 differences.append(_difference(setting, before.max_fan_out, after.max_fan_out))

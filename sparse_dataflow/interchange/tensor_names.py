@@ -192,6 +192,7 @@ def _entries(architecture, model, names, shapes, prefix) -> Iterator[_Entry]:
     output = _output(architecture, names)
     leaves = flatten(shapes)
     order = list(architecture.tensors)
+    # Leaves of one joined tensor are concatenated in the order of the row.
     for leaf in sorted(leaves, key=lambda leaf: _order(order, leaf)):
         name = _name(architecture, leaf, prefix, output)
         leaves_by_name.setdefault(name, []).append(leaf)

@@ -163,6 +163,7 @@ def variable_of(
             if isinstance(mesh, jax.sharding.Mesh):
                 scope = jax.set_mesh(mesh)
             else:
+                # flax raises an error where it shards at once and knows no mesh.
                 metadata["eager_sharding"] = False
     with scope:
         return kind(value, **metadata)
@@ -193,6 +194,7 @@ def over_auto_axes(array: jax.Array) -> jax.Array:
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return array
+    # A mesh without axis types has Auto axes.
     mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
     return jax.device_put(array, NamedSharding(mesh, sharding.spec))
 

@@ -326,6 +326,8 @@ class BlockSparseLinear(nnx.Module):
                     old[name].set_value(array)
                 return
             if old:
+                # Handles from before share the old variable: without blocks it makes them raise an
+                # error.
                 variable = self.values.copy()
                 empty = (*values.shape[:-3], 0, *values.shape[-2:])
                 self.values.set_value(np.zeros(empty, values.dtype))
@@ -436,4 +438,5 @@ def _drawn_offset(rngs, key):
     if isinstance(key, jax.core.Tracer):
         _numbers[rngs] = _numbers.get(rngs, -1) + 1
         return _numbers[rngs]
+    # Folded in, as the key itself draws the kernel.
     return int(jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32) >> 1)

@@ -138,6 +138,7 @@ class DenseKernel(DerivedArray):
         layer = self._layer
         layer.check_layout()
         values, kernel = layer.values[...], to_dense
+        # Layers of a stack share a static layout; an evolving one has tables for each.
         for _ in values.shape[:-3]:
             kernel = jax.vmap(kernel, 0 if layer.evolving else (0, None))
         kernels = kernel(values, index_tables(layer.stored_layout))
@@ -153,6 +154,7 @@ class DenseKernel(DerivedArray):
             )
         layouts = self._layer.layouts()
         blocks = cut_blocks(value, layouts if len(layouts) > 1 else layouts[0])
+        # The blocks are parts of the kernel, so equal counts mean that no weight is lost.
         if layouts[0].density < 1 and jnp.count_nonzero(value) != jnp.count_nonzero(blocks):
             raise UserError(
                 f"The kernel has weights in blocks that a layer of density {layouts[0].density:g} "

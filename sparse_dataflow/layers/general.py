@@ -202,6 +202,8 @@ class Contraction:
         y = linear(rows).reshape(*kept, *self.shape[self.count :])
         if not self.equation:
             return y
+        # The product has the other axes of the input, then those of the kernel; the equation may
+        # order them in any way.
         have = [letters[axis] for axis in rest] + [
             kernel[axis] for axis in self.order[self.count :]
         ]

@@ -72,6 +72,7 @@ def by_dot_general(
         values.shape[-1],
     )
     if len(values) == in_blocks * out_blocks:
+        # Stored blocks are sorted by (output block, input block).
         kernel = values.reshape(out_blocks, in_blocks, block, block).transpose(1, 2, 0, 3)
         kernel = kernel.reshape(in_blocks * block, -1)
         y = product(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))

@@ -145,6 +145,7 @@ def table_mark(layout: AnyLayout) -> Any:
     mixed = entries * np.uint32(0x9E3779B1) + (line + position) * (entries > 0).astype(np.uint32)
     for shift in (15, 13):
         mixed = (mixed ^ (mixed >> np.uint32(shift))) * np.uint32(0x2C1B3C6D)
+    # Integers wrap around: the sum has the same bits on every backend and over any shards.
     total = numpy.sum(mixed, axis=(-2, -1), dtype=np.uint32)[..., None]
     shifts = np.arange(0, 3 * _DIGITS, 3, dtype=np.uint32)
     first = 1 + ((total >> shifts) & np.uint32(7)).astype(np.float32) / 8

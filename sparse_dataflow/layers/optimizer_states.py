@@ -116,6 +116,7 @@ class CarriedState:
                 suffix = (*layer, kind)
                 for end in range(len(names), len(suffix) - 1, -1):
                     if names[end - len(suffix) : end] == suffix:
+                        # The longest match: the path of one layer may end as that of another does.
                         if best is None or len(suffix) > best[0]:
                             best = len(suffix), change, kind, keys_of(path)[end:]
                         break
@@ -221,6 +222,7 @@ def _new_mark(mark, change):
         return mark
     marks = np.stack([table_mark(new) for new in change.layouts])
     new = np.broadcast_to(marks, (old.size // old.shape[-1], old.shape[-1])).reshape(old.shape)
+    # What has scaled the optimizer's copy of the old mark scales the new one.
     scale = np.mean(copy, -1, keepdims=True) / np.mean(old, -1, keepdims=True)
     return placed(jnp.asarray(new * scale, copy.dtype), mark)
 

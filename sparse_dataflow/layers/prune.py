@@ -69,6 +69,7 @@ def prune_linears(
         )
     results: dict[str, Pruned] = {}
     biases: dict[str, np.ndarray | None] = {}
+    # In the order of calls: a linear reads what the ones pruned before it give.
     for path, count in order.items():
         target, full = targets[path]
         moments = _moments(before, after, path, count, batches, call, full)
@@ -230,6 +231,7 @@ def _pruned(path, linear, moments, target) -> tuple[Pruned, np.ndarray | None]:
     linear.kernel[...] = jnp.asarray(result.kernel, linear.kernel.dtype)
     if linear.bias is None:
         return result, None
+    # The weights were fitted around the means, so the bias restores the mean of the outputs.
     bias = np.asarray(linear.bias[...], np.float64) + mean_y - mean_x @ result.kernel
     linear.bias[...] = jnp.asarray(bias, linear.bias.dtype)
     return result, bias

@@ -307,6 +307,7 @@ def _sparse(linear, pattern, density, block, evolving, number):
         scale = 1.0
     else:
         layout = make_layout(pattern, *full, block, density, number)
+        # A pattern drops blocks as large as those that stay: the scale restores the variance.
         layouts, scale = [layout], 1 / math.sqrt(layout.density)
     return block_sparse(linear, layouts, dense, scale, evolving)
 

@@ -180,6 +180,7 @@ class MetricsWriter:
         complete = [row for row in rows if _is_complete(row)]
         if len(complete) < len(rows):
             say(f"{self._path}: {len(rows) - len(complete)} rows are damaged; skipped.")
+        # Later rows are of steps that are trained again from the checkpoint.
         complete = [row for row in complete if row["step"] <= step]
         _say_missing(self._path, complete, step)
         lines = (json.dumps(row) + "\n" for row in complete)

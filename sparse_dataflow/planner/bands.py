@@ -236,6 +236,8 @@ def shapley_effects(values: np.ndarray, names: Sequence[str]) -> dict[str, float
         rest = [other for other in range(count) if other != axis]
         effect = 0.0
         for size in range(count):
+            # The share of the orders of all choices in which exactly a given subset of this size is
+            # before this one: a Shapley effect is the mean over orders.
             weight = 1 / (count * math.comb(count - 1, size))
             for subset in itertools.combinations(rest, size):
                 with_axis = tuple(sorted((*subset, axis)))

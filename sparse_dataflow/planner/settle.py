@@ -387,6 +387,7 @@ def relay_that_fits(
     models = list(models_of(config).values())
     counts = [training.micro_batches] if training.micro_batches else _divisors(training.batch)
     result = None
+    # From few to many, as few have larger products; the first that fits is taken.
     for count in (n for n in counts if training.batch % (n * machine.count) == 0):
         divided = dataclasses.replace(training, micro_batches=count)
         estimates = [

@@ -400,6 +400,7 @@ def _breakdown(
     categories = list(dict.fromkeys(name for values in bars.values() for name in values))
     categories.sort(key=lambda name: name == "other")
     totals = dict(zip(bars, text([math.fsum(values.values()) for values in bars.values()])))
+    # Formatted together, so that all cells have one unit.
     texts = iter(text([v for values in bars.values() for v in values.values()]))
     cells = {variant: {name: next(texts) for name in values} for variant, values in bars.items()}
     title = {"step": "Step time by section", "memory": "Training memory by category"}[key]

@@ -88,6 +88,8 @@ def _erdos_renyi(model):
         near = _with_layouts(model, members, (density for _, density in by_distance))
         lowest = next(_with_layouts(model, members, balanced))
         same = _with_layouts(model, members, (d for d in balanced if math.isclose(d, uniform)))
+        # The lowest density lets a small budget be met; the uniform one keeps the given density
+        # possible.
         candidates.append({lowest, *same, *itertools.islice(near, _CANDIDATES)})
         least += lowest * sum(weights[name] for name in members)
     best = None
@@ -98,6 +100,7 @@ def _erdos_renyi(model):
         distance = sum(abs(math.log(d / ideal[name])) for name, d in densities.items())
         near_budget = cost >= budget * (1 - COMPUTE_TOLERANCE)
         rank = (0, distance, -cost) if near_budget else (1, -cost, distance)
+        # The margin is for rounding: the uniform densities cost exactly the budget.
         if cost <= budget * (1 + 1e-9) and (best is None or rank < best[0]):
             best = rank, densities
     if best is None:

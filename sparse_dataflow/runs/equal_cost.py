@@ -77,6 +77,7 @@ def equal_cost_model(
         error = abs(mismatch(candidate, cost_of, target))
         if error <= TOLERANCE:
             width = candidate.d_model
+            # `width & -width` is the largest power of 2 that divides the width.
             aligned = min(_ALIGNED, width & -width) / _ALIGNED
             score = error + _DENSITY_WEIGHT * _density_error(candidate, density)
             matches.append((score - _ALIGNMENT_WEIGHT * aligned, width, candidate))

@@ -70,6 +70,7 @@ def _links(model, name, layer, unit, inputs, outputs):
         for nodes, index in ((inputs, layout.rows), (outputs, layout.cols))
     )
     links = [
+        # Stars in place of all pairs: one node of a block is linked with all of the other side.
         (rows.ravel(), np.repeat(columns[:, 0], size)),
         (columns.ravel(), np.repeat(rows[:, 0], size)),
     ]

@@ -198,6 +198,8 @@ def _product(options, x, values, bias, lines, keep):
         multiprocessors=options.tuning.multiprocessors,
     )
     if x.dtype == jnp.float32:
+        # The kernel sums products of components; XLA applies bias and activation to the float32
+        # sum.
         (y,) = run(*_terms(x, values, lines.forward), dtype=jnp.float32)
         preactivation = y if bias is None else y + bias
         value = preactivation

@@ -330,6 +330,7 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
         nonlocal written
         slot = written % slots
         written += 1
+        # With a derivative every slice has its slot (`_slots`), which no other write uses.
         if not plan.derivative:
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         results.at[slot][...] = value.astype(results.dtype)

@@ -129,6 +129,7 @@ def _forward_kernel(
             totals[0] += bias_ref[0]
         if with_preactivation:
             width = totals[0].shape[1]
+            # Side by side, as the backward kernel reads them.
             for number, total in enumerate(totals):
                 columns_of_total = pl.ds(number * width, width)
                 preactivation_ref[0][at, columns_of_total] = total.astype(y_ref.dtype)

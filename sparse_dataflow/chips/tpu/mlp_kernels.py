@@ -111,6 +111,8 @@ def _forward_kernel(*all_refs, tiles, first, second, activation):
     def _():
         x.wait(core * tiles_per_core, i, tiles_per_core)
 
+        # Any result column may read any hidden feature, so the hidden layer of a token tile is
+        # complete before the first of them.
         @pl.loop(0, first.lines)
         def _(line):
             columns = _columns(line, first.tile)

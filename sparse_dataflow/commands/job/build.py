@@ -62,10 +62,12 @@ def build(run: Resolved, start: Start) -> Built:
     if record:
         own = run_folder.own_record(folder, record)
         return _built(run, data, run.models, programs, own)
+    # Without --steps the compiled programs are timed, and the time gives the steps.
     models = _with_steps(run, programs, data, start.clock)
     if not config.training.steps:
         _say_all(thin_data(run.corpus, data.train, models))
     record = _new_record(run, start, models, data)
+    # Last: a run that cannot start leaves no folder.
     run_folder.start(folder, config, record, run.tokenizer)
     return _built(run, data, models, programs, record)
 

@@ -366,6 +366,7 @@ def _task_rows(tasks, lms, models, options, context) -> tuple[list[dict], list[s
         words = "the tasks' own examples" if shots is None else f"{shots}-shot"
         scores: dict[str, dict] = {n: {} for n in scored}
         for name, lm in lms.items():
+            # Baselines score texts and generate none.
             chosen = {n: t.task for n, t in scored.items() if name in models or not t.generates}
             if not chosen:
                 continue

@@ -257,6 +257,7 @@ def read_prompts(path: str, runs: Collection[str] = ()) -> list[Prompt]:
     except (OSError, ValueError) as error:
         raise UserError(f"The file of prompts {path} cannot be read: {error}.") from None
     prompts = []
+    # `splitlines` would cut a prompt at form feeds and other separators too.
     for number, line in enumerate(text.split("\n"), start=1):
         line, run = line.removesuffix("\r"), ""
         if not line.strip():

@@ -102,6 +102,7 @@ def settled(variants: list[Variant], chip: Chip, executor: RelayExecutor) -> Rel
         ]
         return each, each[0].with_host_memory_of(each[1:])
 
+    # Copies save a cast of all weights at each fetch, so only a lack of memory gives them up.
     estimates, together = planned(True)
     if not _fits_host(together):
         without, fewer = planned(False)

@@ -25,6 +25,7 @@ def mixture_weights(text: str) -> dict[str, float]:
         return {}
     weights: dict[str, float] = {}
     for source in text.split(","):
+        # The last colon: an address has others.
         name, _, number = source.strip().rpartition(":")
         try:
             weight = float(number)

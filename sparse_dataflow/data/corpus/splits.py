@@ -168,6 +168,7 @@ def split(
         )
     if len(digests) > 1:
         say_once(f"{name}: its {len(digests):,} documents are one text, which is read once")
+    # There is no second text to hold out, so the end of the only one is.
     head, tail = held_out.cut_in_two(documents[0])
     sides = Sides(digests[:1], np.unique([digests[0], np.uint64(held_out.digest(tail.text))]))
     return Corpus(name, [head], [tail], content, sides=sides)

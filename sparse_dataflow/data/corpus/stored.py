@@ -136,6 +136,7 @@ def records_corpus(
     digests = _digests(train, cache_dir)
     if options.whole or not shipped:
         return split(name, train, digests, digest_of(facts), options)
+    # A shipped split may repeat documents of the training split; `without` leaves those out.
     held_digests = np.unique(_digests(stored[shipped], cache_dir)[:, 0])
     sides = Sides(digests[:, 0], held_digests)
     return without(

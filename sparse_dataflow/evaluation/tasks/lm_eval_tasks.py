@@ -41,6 +41,7 @@ def make_task(name: str, items: Sequence[Item], examples: Sequence[Item] = ()) -
         "test_split": "test",
         "fewshot_split": "examples" if examples else "test",
         "doc_to_text": lambda row: row["context"],
+        # Choices begin with their own space (`move_space`).
         "target_delimiter": "",
         "fewshot_delimiter": "\n\n",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],

@@ -115,6 +115,7 @@ def continuation(tokenizer: Tokenizer, tokens: int) -> Builder:
         for start in shuffled([i for indices in starts.values() for i in indices], rng):
             others = [i for i in starts[leading(start)] if abs(i - start) >= length]
             texts = [passage(start, start + length)]
+            # More than needed: some repeat another, or begin inside a character.
             for other in shuffled(others, rng)[: 4 * CHOICES]:
                 text = passage(other, other + length)
                 if text not in texts and len(texts) < CHOICES:

@@ -173,6 +173,7 @@ class GgufFile:
         if version not in VERSIONS:
             legal = " and ".join(map(str, VERSIONS))
             raise ValueError(f"it has version {version}; legal: {legal}, with little-endian bytes")
+        # Checked against the bytes that so many entries take at least, before any of them is read.
         tensors = cursor.count(_LEAST_TENSOR_BYTES, MOST_TENSORS)
         pairs = cursor.count(_LEAST_PAIR_BYTES, MOST_PAIRS)
         self.metadata: dict[str, Any] = {}
@@ -187,6 +188,7 @@ class GgufFile:
         alignment = self.metadata.get(ALIGNMENT, 32)
         if type(alignment) is not int or not 1 <= alignment <= 2**20:
             raise ValueError(f"{ALIGNMENT}={alignment!r}; legal: 1 to {2**20}")
+        # Tensors begin at a multiple of the alignment, and their places count from there.
         data_start = math.ceil(cursor.position / alignment) * alignment
         self.places: dict[str, Place] = {}
         for name, kind, shape, start, length in rows:
@@ -197,6 +199,8 @@ class GgufFile:
             if name in self.places:
                 raise ValueError(f"it has the tensor {name!r} twice")
             self.places[name] = Place(kind, shape, data_start + start, length)
+        # Each tensor is inside the file; overlapping ones could still be far more memory than it
+        # has.
         if sum(place.size for place in self.places.values()) > max(0, size - data_start):
             raise ValueError("its tensors have more bytes than the file has for them")
 

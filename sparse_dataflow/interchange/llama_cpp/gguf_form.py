@@ -62,6 +62,7 @@ def choose(model: ModelConfig, architecture: str, began: str = "") -> Chosen:
         except UserError as error:
             problems.append(str(error))
             continue
+        # The other classes store a unit gate or zero biases besides.
         if representation.exact:
             return Chosen(name, representation)
         inexact.append(Chosen(name, representation))

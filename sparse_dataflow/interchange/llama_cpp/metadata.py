@@ -171,6 +171,7 @@ def read(source: Source) -> tuple[dict[str, Any], list[str]]:
             )
     if not results:
         raise problems[0]
+    # Several classes share a family of llama.cpp; the right one understands most of its keys.
     _, fields, unread = min(results, key=lambda each: each[0])
     return fields, [f"{name}.{key}" for key in unread]
 
@@ -201,6 +202,7 @@ def _fields(name, keys):
 def _read_rule(rule: FieldRule, keys: _Keys) -> dict[str, Any]:
     """Returns the fields that a rule of config.json reads."""
     match rule:
+        # The key is optional, the tensor is not.
         case Same(theirs="vocab_size"):
             return {rule.theirs: keys.source.shapes[_EMBEDDING][0]}
         case Same(theirs="tie_word_embeddings"):
@@ -217,6 +219,7 @@ def _read_rule(rule: FieldRule, keys: _Keys) -> dict[str, Any]:
             return _read_rotary(rule, keys)
         case Window(switched=False):
             pattern, window = _pattern(rule, keys), keys.get("attention.sliding_window")
+            # A family that must have a window has the whole context for none; see `_write_rule`.
             if keys.family.windowed and window == keys.get("context_length"):
                 window = None
             fields = {"sliding_window": window} if window or not rule.period else {}
@@ -283,6 +286,7 @@ def _read_rotary(rule, keys):
     if rule.local and (base := keys.get("rope.freq_base_swa")):
         fields["rope_local_base_freq"] = base
     kind = keys.get("rope.scaling.type", "none")
+    # rope.scale_linear is the name in older files.
     factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear"))
     length = keys.get("rope.scaling.original_context_length")
     share = keys.get("rope.scaling.attn_factor")
@@ -376,6 +380,7 @@ def write(name: str, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     metadata = {f"{family.name}.{key}": v for key, v in values.items() if v is not None}
     metadata[ARCHITECTURE] = family.name
     shapes = {**shapes, **{n: tensor.shape for n, tensor in tensors.items()}}
+    # Read back as an import does: what llama.cpp has no key for differs then.
     fields, _ = read(Source(metadata, shapes, tensors.__getitem__))
     reread = architectures.read_config(fields)
     differences = [
@@ -404,6 +409,7 @@ def _write_rule(rule, fields, family, model) -> dict[str, Any]:
             if rule.ours == "norm_epsilon" and model.norm == "rmsnorm":
                 key = RMS_EPSILON
             if rule.ours == "head_dim" and key:
+                # Values have a key of their own, whose default is d_model / num_heads.
                 return {key: model.head_width, "attention.value_length": model.head_width}
             return {key: fields.get(rule.theirs)} if key else {}
         case Rotary():

@@ -112,6 +112,7 @@ def read(metadata: Mapping[str, Any], rows: int) -> dict[str, bytes]:
         if kind in (CONTROL, USER_DEFINED)
     ]
     names = {name: _token(metadata, tokens, theirs) for name, theirs in _SPECIALS.items()}
+    # Without the key llama.cpp goes by the kind of tokenizer.
     adds_bos = metadata.get(f"{_KEY}add_bos_token", kind == _LLAMA or _pre(metadata) in _BEGINS)
     start_token = names["bos"] if adds_bos else None
     fields = (_byte_level_fields if kind == _GPT2 else _sentence_fields)(
@@ -178,6 +179,8 @@ def _sentence_fields(metadata, tokens, types, vocab, added, start_token):
     if len(scores) != len(tokens):
         raise ValueError(f"it has {len(tokens)} tokens and {len(scores)} scores")
     texts = {token: n for token, n in vocab.items() if types[n] in (NORMAL, USER_DEFINED)}
+    # The file has scores and no merges.  So every cut of a token into two tokens is a merge, with
+    # the rank of the token's score.
     merges = []
     for token, number in texts.items():
         if types[number] != NORMAL:

@@ -142,6 +142,7 @@ class Model(nn.Module):
         """Causal attention, over the last tokens of a window if there is one."""
         queries, groups = layer["num_heads"], layer["num_kv_heads"] or layer["num_heads"]
         if layer["fused_qkv"]:
+            # Columns are by group: the queries that share a key, then this key, then its value.
             grid = self.products[at + "qkv"](x).unflatten(2, (groups, queries // groups + 2, -1))
             q, k, v = grid[:, :, :, :-2].flatten(2, 3), grid[:, :, :, -2], grid[:, :, :, -1]
         else:
