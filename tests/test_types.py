@@ -5,7 +5,7 @@ from pathlib import Path
 
 import sparse_dataflow
 
-MOST_ANY = 14.5
+MOST_ANY = 8.6
 """Uses of `Any` in 1,000 lines of code.  This limit only falls; its goal is 6."""
 
 

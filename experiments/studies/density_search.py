@@ -85,7 +85,7 @@ def _search(base, space, dense, options, folder, stop) -> bool:
         return False
     chosen = {d: compared(space.ranked(rises, d), d) for d in options.budgets}
     pages = [rises_table(rises, "density"), *(choices_table(d, c) for d, c in chosen.items())]
-    result: dict[str, Any] = {
+    result: dict[str, object] = {
         "settings": base.config.to_json(),
         "rises": _records(rises),
         "choices": {
@@ -221,7 +221,7 @@ class Measurement:
             study.keep_result(self._folder, self._saved)
         return self._saved[key]
 
-    def loss(self, params: Any, windows: EvalBatches) -> float:
+    def loss(self, params: object, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
         weights = ModelWeights(jax.device_put(params))
         total = sum(float(self._eval(weights, batch)) for batch in windows)

@@ -31,7 +31,7 @@ LINES = "runs.jsonl"
 Results = dict[str, dict]
 """Name of a run -> its result."""
 
-Stop = Callable[[], Any]
+Stop = Callable[[], object]
 """Returns whether to save and end."""
 
 
@@ -48,7 +48,7 @@ class Run:
 
     name: str
     train: Callable[[Path, dict], dict | None]
-    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    record: Mapping[str, object] = dataclasses.field(default_factory=dict)
     programs: Hashable = None
 
 

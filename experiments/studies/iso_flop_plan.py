@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.training.phases import Variant, mean_flops_per_token
@@ -86,7 +85,7 @@ class Arm:
         """Fraction of the blocks of a block-sparse projection that is stored."""
         return min((self.model.linear(n).density for n in self.model.sparse_projections), default=1)
 
-    def changes(self, base: RunConfig, multiplier: float, seed: int) -> dict[str, Any]:
+    def changes(self, base: RunConfig, multiplier: float, seed: int) -> dict[str, object]:
         """Returns what a run changes in the study's config, as `RunConfig.change` takes it.
 
         Args:

@@ -86,7 +86,7 @@ def _splits(base, plan):
     }
 
 
-def _shape(arm: Arm, config: RunConfig) -> dict[str, Any]:
+def _shape(arm: Arm, config: RunConfig) -> dict[str, object]:
     model = arm.model
     blocks = [model.linear(n).block for n in model.sparse_projections]
     return {
@@ -130,7 +130,7 @@ def arms_table(plan: Plan, config: RunConfig) -> str:
     return output.markdown(_ARM_COLUMNS, rows) + "\n"
 
 
-def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, Any]:
+def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, object]:
     """Returns the measured arms of a curve, and its minimum.
 
     Bits per byte are means over the seeds that all arms have.  Differences to the dense arm are
@@ -178,7 +178,7 @@ def summary(plan: Plan, curve: Curve, results: Mapping[str, dict]) -> dict[str, 
     }
 
 
-def arm_summary(plan: Plan, arm: Arm, results: Mapping[str, dict]) -> dict[str, Any]:
+def arm_summary(plan: Plan, arm: Arm, results: Mapping[str, dict]) -> dict[str, object]:
     """Returns what an arm was, its rate and its losses, by itself."""
     measured = iso_flop_plan.measured_results(plan, arm, results)
     losses = iso_flop_plan.trial_losses(plan, arm, results)
@@ -286,7 +286,7 @@ def _verdict(curve):
     return f"Minimum: density {lowest['density']:g}, below dense {words} the interval."
 
 
-def draw(curves: list[dict[str, Any]], path: Path) -> None:
+def draw(curves: list[dict[str, object]], path: Path) -> None:
     """Draws bits per byte over stored density: a panel for each equal cost, budget and length, a
     curve for each optimizer.  A sparse point is the dense one plus the paired difference, and its
     bar is the 95% interval of that."""

@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -82,7 +81,7 @@ class Study:
     chip: Chip
     tuning_documents: int = 0
 
-    def variant(self, name: str, **changes: Any) -> Variant:
+    def variant(self, name: str, **changes: object) -> Variant:
         """The "sparse" or "dense" model of `config.change(**changes)`."""
         config = self.config.change(**changes)
         return variants.variant(config, name, self.tokenizer.vocab_size)
@@ -122,7 +121,7 @@ class Study:
 def prepare(
     request: Request,
     varied: Sequence[str],
-    fixed: Mapping[str, Any],
+    fixed: Mapping[str, object],
     *,
     tuned: bool = False,
 ) -> Study:

@@ -301,7 +301,7 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict:
         seeds = np.asarray(by_name[name]) - np.asarray(by_name[BASELINE])
         over_seeds = Difference(float(seeds.mean()), seeds, 0.0, loss["documents"])
         losses[name] = {"loss": float(np.mean(by_name[name])), **_told(over_seeds)}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     able: dict[int, list[dict[str, Difference]]] = {}
     for number, row in enumerate(asked, start=1):
         each = [result["rows"][number]["models"] for result in results]

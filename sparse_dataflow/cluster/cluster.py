@@ -13,9 +13,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -80,7 +80,7 @@ def membership(
       UserError: the values do not identify a process; says which is missing or wrong.
     """
     flags = {"coordinator": coordinator, "processes": processes, "process": process}
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     sources = []
     for name, value in flags.items():
         if value != _UNSET[name]:

@@ -29,10 +29,10 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_dataflow.cluster.lines import Lines, parse
 from sparse_dataflow.files.errors import UserError, escaped, first_line
+from sparse_dataflow.files.json_files import JsonObject
 
 HELLO_SECONDS = 10.0
 """Seconds that a connection has for its whole first message."""
@@ -84,7 +84,7 @@ class _Client:
         connection.setblocking(False)
         connection.sendall(json.dumps({"nonce": self.nonce}).encode() + b"\n")
 
-    def read(self) -> dict[str, Any] | None:
+    def read(self) -> dict[str, object] | None:
         """Returns the hello once it is whole, else None; raises an exception for anything else."""
         piece = self._connection.recv(65536)
         self._buffer += piece
@@ -99,7 +99,7 @@ class _Client:
 class _Door:
     """Process 0 while the others join."""
 
-    def __init__(self, listener: socket.socket, mine: Mapping[str, Any], token: str):
+    def __init__(self, listener: socket.socket, mine: JsonObject, token: str):
         self._listener, self._mine, self._token = listener, mine, token
         self._clients: dict[socket.socket, _Client] = {}
         self.peers: dict[int, socket.socket] = {}
@@ -192,7 +192,7 @@ class _Door:
 
 
 def accept_all(
-    listener: socket.socket, mine: Mapping[str, Any], timeout: float, token: str
+    listener: socket.socket, mine: JsonObject, timeout: float, token: str
 ) -> dict[int, Lines]:
     """Waits on process 0 until all others have joined; returns {process: connection}.
 
@@ -235,7 +235,7 @@ def accept_all(
 
 
 def difference(
-    mine: Mapping[str, Any], theirs: Mapping[str, Any], peers: Mapping[int, Any], values: bool
+    mine: JsonObject, theirs: JsonObject, peers: Mapping[int, object], values: bool
 ) -> str:
     """Returns how another process contradicts process 0; empty if it does not.
 
@@ -318,7 +318,7 @@ def join(address: tuple[str, int], mine: Mapping[str, object], timeout: float, t
     return connection
 
 
-def _introduced(connection, mine, end, token) -> dict[str, Any] | None:
+def _introduced(connection, mine, end, token) -> dict[str, object] | None:
     """Returns process 0's answer to the hello of this process; None if its proof is wrong."""
     challenge = connection.receive(end)
     if not has_form(challenge, {"nonce": str}):

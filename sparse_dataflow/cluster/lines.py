@@ -6,7 +6,6 @@ import json
 import socket
 import threading
 import time
-from typing import Any
 
 from sparse_dataflow.files import json_files
 
@@ -14,7 +13,7 @@ MAX_BYTES = 2**20
 """Size limit of a message, so that no client can fill the memory."""
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> dict[str, object]:
     """Returns the message in a line; raises ValueError if it is none."""
     message = json_files.parse(line)
     if not isinstance(message, dict):
@@ -33,12 +32,12 @@ class Lines:
         """Sets the seconds after which `send` and `receive` raise TimeoutError; None waits."""
         self._connection.settimeout(seconds)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         """Sends a message; raises OSError if the other side closed the connection."""
         with self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self, end: float | None = None) -> dict[str, Any]:
+    def receive(self, end: float | None = None) -> json_files.JsonObject:
         """Returns the next message.
 
         Args:

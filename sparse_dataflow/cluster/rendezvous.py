@@ -13,11 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from sparse_dataflow.cluster import handshake, lines
 from sparse_dataflow.cluster.lines import Lines, listen
 from sparse_dataflow.files.errors import LONGEST, TEMPORARY, UserError, escaped
+from sparse_dataflow.files.json_files import JsonObject
 
 GRACE_SECONDS = 3.0
 """Seconds that a process may take to end by itself after another ended: it may report the same."""
@@ -46,7 +46,9 @@ class ProcessSet:
     def __init__(self, number: int, peers: Mapping[int, Lines], interface: str = ""):
         self.number, self._peers, self.interface = number, dict(peers), interface
         now = time.monotonic()
-        self.statuses: dict[int, tuple[float, dict[str, Any]]] = {peer: (now, {}) for peer in peers}
+        self.statuses: dict[int, tuple[float, dict[str, object]]] = {
+            peer: (now, {}) for peer in peers
+        }
         self.on_announcement: Callable[[str], None] = lambda text: None
         self._leaving, self._peer_failed = threading.Event(), threading.Event()
         self._first_failure = threading.Lock()
@@ -100,7 +102,7 @@ class ProcessSet:
             ended.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def _listen(self, peer):
-        message: dict[str, Any] = {}
+        message: JsonObject = {}
         with contextlib.suppress(Exception):  # Whatever cannot be read is the end of its sender.
             while not message:
                 message = self._receive(peer)

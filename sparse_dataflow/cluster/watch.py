@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from sparse_dataflow.cluster.rendezvous import ProcessSet
 from sparse_dataflow.core.training.clock import START, Clock
 from sparse_dataflow.files.errors import TEMPORARY, escaped
+from sparse_dataflow.files.json_files import JsonObject
 
 LOST_AFTER = 10
 """Number of silent heartbeats after which a process is taken for lost."""
@@ -57,7 +57,7 @@ class Status:
     @classmethod
     def from_message(cls, message: Mapping[str, object], silent: float) -> "Status":
         """Reads an untrusted message; fields of a wrong type or size keep their defaults."""
-        valid: dict[str, Any] = {}
+        valid: JsonObject = {}
         for field in dataclasses.fields(cls):
             value = message.get(field.name)
             if field.type is str and isinstance(value, str):

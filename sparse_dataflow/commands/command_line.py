@@ -18,7 +18,7 @@ import select
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from absl import flags as absl_flags
 
@@ -117,7 +117,7 @@ class _Parser(absl_flags.ArgumentParser):
 
 def parse(
     argv: Sequence[str], flags: Sequence[Flag], sets: bool, mistakes: Mistakes
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, object], list[str]]:
     """Reads a command line as far as it is legal.
 
     Args:
@@ -396,7 +396,7 @@ def arguments(
     shared: Sequence[str],
     options: type | None,
     defaults: Mapping[str, object] = request.NO_DEFAULTS,
-) -> list[Any]:
+) -> list[object]:
     """What `run_main` passes to main.
 
     Raises:
@@ -411,7 +411,7 @@ def arguments(
         if flag_values.get(name) == run_list.NEWEST:
             flag_values[name] = run_list.newest(f"--{name}")
             output.LOGGER.info("--%s=%s, the newest run", name, flag_values[name])
-    arguments: list[Any] = []
+    arguments: list[object] = []
     if shared:
         arguments.append(_request(flags, flag_values, sets, mistakes).with_defaults(defaults))
     mistakes.refuse()

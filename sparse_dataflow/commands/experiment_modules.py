@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.files import console
 
@@ -36,7 +35,7 @@ def _in_wheel() -> bool:
     return (Path(__file__).parents[1] / "experiments").is_dir()
 
 
-def experiment(name: str) -> Any:
+def experiment(name: str) -> object:
     """Returns the module of an experiment, in a clone or an installed wheel."""
     experiments_folder()
     return importlib.import_module(f"{PACKAGE}.{name}")

@@ -6,7 +6,6 @@ given and would have no effect is refused, and its default is not.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from sparse_dataflow.core.config.attention_settings import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
@@ -37,7 +36,7 @@ class GivenSettings:
       resumed: whether the other settings are those of a run.
     """
 
-    changes: Mapping[str, Any]
+    changes: Mapping[str, object]
     spelled: Mapping[str, str]
     resumed: bool
 
@@ -56,7 +55,7 @@ def _while(
     words: str,
     path: str,
     default: object,
-    fits: Callable[[Any], Any],
+    fits: Callable[[object], object],
     example: Mapping[str, object],
 ) -> Option:
     """Returns the option that a setting, or its default, has some value; none of a resumed run."""

@@ -25,7 +25,7 @@ def prune(
     where: Where | None = None,
     rounds: int | None = None,
     pattern: str = "",
-    call: Callable[[Any, Any], Any] | None = None,
+    call: Callable[[Any, object], object] | None = None,
     out: str | Path | None = None,
     dtype: str = "float32",
     tokens: int | None = None,

@@ -92,7 +92,7 @@ BY_SCALE = ("sparsity.block", "training.batch", "training.sequence", "training.l
             "training.sparse_rate", "training.vector_rate", "run.twin")  # fmt: skip
 """Settings whose default depends on the scale."""
 
-NO_DEFAULTS: Mapping[str, Any] = {}
+NO_DEFAULTS: Mapping[str, object] = {}
 
 OLD_FLAGS = {
     "accumulation": "training.micro_batches",
@@ -151,7 +151,7 @@ class Request:
         return ParallelConfig(**changes)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Flag or path -> value, which must be equal on all processes of a run."""
         facts = {f"--{name}": getattr(self, name) for name in START}
         for path, s in settings.by_path(RunConfig).items():
@@ -257,7 +257,7 @@ def path_of_old_flag(name: str) -> str:
 
 def checked(
     start: Mapping[str, Any],
-    changes: Mapping[str, Any],
+    changes: Mapping[str, object],
     spelled: Mapping[str, str],
     sets: Sequence[str],
     mistakes: Mistakes | None = None,

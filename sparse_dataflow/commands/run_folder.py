@@ -11,7 +11,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.cluster import signals
 from sparse_dataflow.commands import address_runs, new_folder
@@ -369,7 +368,7 @@ def python_call(config: RunConfig, passed: Sequence[str] = ()) -> str:
     return f"sd.train({', '.join([call, *(f'{name}={name}' for name in passed)])})"
 
 
-def _values(config: RunConfig) -> dict[str, Any]:
+def _values(config: RunConfig) -> dict[str, object]:
     values = {}
     for path in settings.by_path(RunConfig):
         member, _, name = path.partition(".")
@@ -378,7 +377,7 @@ def _values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def code_facts() -> dict[str, Any]:
+def code_facts() -> dict[str, object]:
     """Returns {"commit", "dirty"} of this package: a clone's git commit and whether tracked files
     differ from it, or the commit that pip installed; {} where neither is known."""
     root = Path(__file__).parents[2]

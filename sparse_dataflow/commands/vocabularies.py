@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.data.corpus.splits import Corpus
@@ -31,7 +30,7 @@ def learned(base: Tokenizer, corpus: Corpus, data: DataConfig, cache_dir: Path) 
     return tokenizer
 
 
-def measured(base: Tokenizer, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Any]:
+def measured(base: Tokenizer, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, object]:
     """Returns what the new tokens change on held-out text, as JSON values, and says it.
 
     Returns:

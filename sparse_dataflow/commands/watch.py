@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -105,7 +104,7 @@ class Readers:
     layouts: dict[Path, tuple[Variant, LayoutReader]] = dataclasses.field(default_factory=dict)
     metrics: dict[Path, MetricsReader] = dataclasses.field(default_factory=dict)
 
-    def rows(self, path: Path) -> list[dict[str, Any]]:
+    def rows(self, path: Path) -> list[dict[str, object]]:
         """Returns the rows of a metrics.jsonl."""
         return self.metrics.setdefault(path, MetricsReader(path)).read()
 
@@ -160,7 +159,7 @@ def _training_seconds(rows):
     return max(filter(None, seconds), default=0.0)
 
 
-def read_alerts(path: Path, variant: str) -> list[dict[str, Any]]:
+def read_alerts(path: Path, variant: str) -> list[json_files.JsonObject]:
     """Returns the alerts in a file in order, each with its "variant"; damaged lines have none."""
     try:
         with storage.open_regular(path) as file:

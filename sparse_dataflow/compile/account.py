@@ -7,7 +7,6 @@ step of a deep model is estimated from it.
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.compile.topologies import Topology
@@ -190,7 +189,7 @@ def seconds(
     return result
 
 
-def table(by_section: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
+def table(by_section: Mapping[str, Mapping[str, object]]) -> list[tuple[str, ...]]:
     """Returns rows of a text table, with a head and a total.
 
     Args:

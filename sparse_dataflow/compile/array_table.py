@@ -44,7 +44,7 @@ def row(group: str, name: str, leaf: Any) -> Row:
     return Row(group, name, tuple(leaf.shape), str(leaf.dtype), cut, size)
 
 
-def rows(arrays: dict[str, Any]) -> list[Row]:
+def rows(arrays: dict[str, object]) -> list[Row]:
     """Returns the rows of `Executor.arrays`, without scalars."""
     return [
         row(group, sharding.dotted_path(path), leaf)
@@ -54,7 +54,7 @@ def rows(arrays: dict[str, Any]) -> list[Row]:
     ]
 
 
-def bytes_per_chip(arrays: dict[str, Any]) -> int:
+def bytes_per_chip(arrays: dict[str, object]) -> int:
     """Returns the bytes of all arrays on one chip."""
     return sum(row.bytes for row in rows(arrays))
 

@@ -98,7 +98,7 @@ class DoesNotFit(Exception):
 
 def abstract_arguments(
     executor: Executor, model: ModelConfig, training: TrainingConfig, changing: bool
-) -> tuple[tuple, dict[str, Any]]:
+) -> tuple[tuple, dict[str, object]]:
     """Returns the arguments of a training step as shapes with the shardings of an executor.
 
     Args:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -188,7 +188,7 @@ class TrainBatches:
         """How many rows of the corpus were left out while training, and why; "" for none."""
         return ""
 
-    def positions(self, step: int) -> Any:
+    def positions(self, step: int) -> object:
         """Returns what a checkpoint stores besides the step; None, as a step is all it takes."""
         return None
 

@@ -12,16 +12,16 @@ import errno
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from sparse_dataflow.files import derived, folders, storage
 from sparse_dataflow.files.derived import Derived, Make
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "sparse_dataflow"
 """Default cache folder of prepared corpora, tokenizers and tokens."""
@@ -124,8 +124,8 @@ def remembered(
     kind: str,
     name: str,
     origin: object,
-    compute: Callable[[], Mapping[str, Any]],
-) -> Mapping[str, Any]:
+    compute: Callable[[], JsonObject],
+) -> JsonObject:
     """Returns `derived.value` in the cache, which need not be writable."""
     cache_dir = resolved(cache_dir)
     lock = f"{kind}-{name}-{derived.key(origin)[:32]}"

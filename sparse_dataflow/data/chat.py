@@ -12,13 +12,13 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sparse_dataflow.data import template_sandbox
 from sparse_dataflow.data.template_child import CLOSE, OPEN
 from sparse_dataflow.files.errors import UserError, first_line
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 
 USER, ASSISTANT = "user", "assistant"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from sparse_dataflow.data.chat import checked_example
 from sparse_dataflow.data.documents import Document, files_below, is_file, listing_digest
@@ -282,7 +282,7 @@ def _read_examples(path: Path, name: str) -> Iterator[Document]:
         yield Document(f"{name}:{number}", text)
 
 
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
+def _records(path: Path) -> Iterator[tuple[int, object]]:
     """Yields the number and the value of each line of JSON, or of each item of a .json file that is
     one list or object."""
     if path.name.lower().endswith(JSON):
@@ -350,7 +350,7 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def _json(line: str, path: Path, number: int) -> Any:
+def _json(line: str, path: Path, number: int) -> object:
     try:
         return json_files.parse(line)
     except ValueError as error:

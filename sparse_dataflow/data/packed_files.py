@@ -83,7 +83,7 @@ def uncompressed(file: BinaryIO, place: str, size: int) -> Iterator[BinaryIO]:
         stack.enter_context(file)
         unfolding = _Unfolding(place, size)
         if place.lower().endswith(".gz"):
-            stream: Any = stack.enter_context(gzip.open(file, "rb"))
+            stream: object = stack.enter_context(gzip.open(file, "rb"))
         elif place.lower().endswith(".zst"):
             arrow = needed_module("pyarrow", f"Reading {place}")
             source = stack.enter_context(arrow.PythonFile(file, "r"))
@@ -98,7 +98,7 @@ def uncompressed(file: BinaryIO, place: str, size: int) -> Iterator[BinaryIO]:
 class ParquetTable:
     """An open Parquet file, of which some rows at a time are in memory."""
 
-    def __init__(self, file: Any, place: str, buffer: int = 0):
+    def __init__(self, file: object, place: str, buffer: int = 0):
         """Reads its schema.
 
         Args:

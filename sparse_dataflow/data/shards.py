@@ -229,7 +229,7 @@ def _line_rows(shard, column, row, skipped):
             yield number, value
 
 
-def _parsed(line: bytes) -> Any:
+def _parsed(line: bytes) -> object:
     try:
         return json_files.parse(line.decode())
     except (ValueError, UnicodeDecodeError):

@@ -132,7 +132,7 @@ class Renderer:
     def __init__(self):
         self._templates: dict[tuple, jinja2.Template] = {}
 
-    def render(self, text: str, chat: bool, date: str, values: dict[str, Any]) -> str:
+    def render(self, text: str, chat: bool, date: str, values: dict[str, object]) -> str:
         """Returns the text of a template.
 
         Args:

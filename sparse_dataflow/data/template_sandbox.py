@@ -66,7 +66,7 @@ def render(text: str, values: Mapping[str, object], chat: bool = True, date: str
     return _CHILD.answer("render", text, chat, date, dict(values))
 
 
-def yaml_value(content: bytes) -> Any:
+def yaml_value(content: bytes) -> object:
     """Returns the value of a YAML file as JSON has it; {template_child.CODE: name} is a function.
 
     Raises:

@@ -75,7 +75,7 @@ class Copy:
       identity: what tells the copy from others without reading it, JSON-able.
     """
 
-    records: Mapping[str, Sequence[dict[str, Any]]]
+    records: Mapping[str, Sequence[dict[str, object]]]
     feature: str
     identity: list
 
@@ -281,7 +281,7 @@ def _records(builder, folder) -> Mapping[str, Sequence]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Records(Sequence[dict[str, Any]]):
+class _Records(Sequence[dict[str, object]]):
     """The records of several files of serialised examples."""
 
     files: tuple[Any, ...]
@@ -294,7 +294,7 @@ class _Records(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self._ends[-1] if self.files else 0
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+    def __getitem__(self, index: int) -> dict[str, object]:  # type: ignore[override]
         index = range(len(self))[int(index)]
         number = bisect.bisect_right(self._ends, index)
         file = self.files[number]

@@ -129,7 +129,7 @@ def trained(
     return Ranges(splits.train, np.array(facts["ranges"], np.int64).reshape(-1, 2))
 
 
-def _ranges_without(train, validation, end) -> dict[str, Any]:
+def _ranges_without(train, validation, end) -> dict[str, object]:
     digests, apart = set(), False
     for array in validation:
         for _, stop, digest in _documents(array, end):

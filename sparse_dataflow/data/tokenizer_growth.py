@@ -8,7 +8,7 @@ import base64
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import first_line
@@ -62,7 +62,7 @@ class Growth(NamedTuple):
         return Growth(self.characters + more[0], self.bytes + more[1], self.spread)
 
 
-def refuse_growth(fields: Mapping[str, Any]) -> None:
+def refuse_growth(fields: json_files.JsonObject) -> None:
     """Refuses a tokenizer.json that makes texts endlessly long.
 
     Raises:
@@ -88,7 +88,7 @@ def refuse_growth(fields: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_model(fields: Mapping[str, Any]) -> None:
+def _refuse_model(fields: json_files.JsonObject) -> None:
     """Refuses a model whose tokens or words have no end."""
     model, added = fields["model"], fields.get("added_tokens") or ()
     rows = model.get("vocab") or ()
@@ -124,7 +124,7 @@ def _after(section: str, step: object, growth: Growth) -> Growth:
     return growth
 
 
-def _flat(step) -> list[dict[str, Any]]:
+def _flat(step) -> list[dict[str, object]]:
     """Returns the steps of a section one after another."""
     if not isinstance(step, dict):
         return []  # None; the library refuses others.
@@ -200,7 +200,7 @@ def _template(step, growth):
     return growth.times(count, count).plus(" ", added)
 
 
-def _between(name: str) -> Callable[[Mapping[str, Any], Growth], Growth]:
+def _between(name: str) -> Callable[[Mapping[str, object], Growth], Growth]:
     """Returns the effect of a step that writes a space in the place of a text, which may be ""."""
 
     def effect(step, growth):
@@ -221,7 +221,7 @@ def _utf8(text):
     return text.encode(errors="surrogatepass")
 
 
-_EFFECTS: dict[str, dict[str, Callable[[Mapping[str, Any], Growth], Growth]]] = {
+_EFFECTS: dict[str, dict[str, Callable[[Mapping[str, object], Growth], Growth]]] = {
     "normalizer": {
         **dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Nmt", "StripAccents"), _form),
         "Strip": _same,

@@ -72,7 +72,7 @@ def special_tokens(text: str) -> set[str]:
     return {token["content"] for token in added if token.get("special")}
 
 
-def vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
+def vocabulary(fields: json_files.JsonObject) -> dict[str, int]:
     """Returns the id of each token of a tokenizer.json, the added ones included."""
     rows = fields["model"]["vocab"]  # That of Unigram is a list of (token, score).
     vocab = rows if isinstance(rows, dict) else {row[0]: n for n, row in enumerate(rows)}
@@ -80,14 +80,14 @@ def vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
     return {**vocab, **added}
 
 
-def unknown_token(fields: Mapping[str, Any]) -> str | None:
+def unknown_token(fields: json_files.JsonObject) -> str | None:
     """Returns the token of a tokenizer.json that stands for text without a token, if any."""
     model = fields["model"]
     number = model.get("unk_id")
     return model.get("unk_token") if number is None else model["vocab"][number][0]
 
 
-def joins_bytes(fields: Mapping[str, Any]) -> bool:
+def joins_bytes(fields: json_files.JsonObject) -> bool:
     """Returns whether the text of a tokenizer.json's tokens is their bytes one after the other.
 
     So it is with byte-level BPE, as GPT-2's, Llama 3's and Qwen's, and BPE with byte fallback, as
@@ -175,12 +175,12 @@ class Identity:
             raise ValueError(f"its special ids {ids} must be whole numbers under {vocab_size}")
         return self
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns JSON values that `from_json` reads."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Identity":
+    def from_json(cls, fields: json_files.JsonObject) -> "Identity":
         """Reads what `to_json` returned; raises KeyError, TypeError or ValueError otherwise."""
         files = tuple((str(name), str(content)) for name, content in fields["files"])
         return cls(tuple(fields["prefix"]), tuple(fields["ends"]), fields["start"], files)

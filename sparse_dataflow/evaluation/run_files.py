@@ -9,7 +9,6 @@ import secrets
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.data import held_out
@@ -62,9 +61,9 @@ class RunRecord:
     tokenizer: str
     vocab_size: int
     steps: Mapping[str, int]
-    init_from: Mapping[str, Any] | None = None
-    teacher: Mapping[str, Any] | None = None
-    code: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    init_from: json_files.JsonObject | None = None
+    teacher: json_files.JsonObject | None = None
+    code: json_files.JsonObject = dataclasses.field(default_factory=dict)
     host: str = ""
     seed: int | None = None
     rounded_weights: bool = True
@@ -137,7 +136,7 @@ class RunRecord:
         commit = str(self.code.get("commit", ""))[:12]
         return commit + ", with changed files" * bool(commit and self.code.get("dirty"))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> json_files.JsonObject:
         """Returns the fields, the command without secrets; `RunRecord(**fields)` is the inverse."""
         return {**vars(self), "command": redact_json(self.command)}
 

@@ -4,9 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -44,6 +42,7 @@ from sparse_dataflow.evaluation.run_files import (
     read_variants,
 )
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.pruning.omission import whole_params
 
 NEWEST, BEST = "newest", "best"
@@ -86,7 +85,7 @@ class Model:
     step: int
     training: TrainingConfig
     record: RunRecord | None
-    facts: Mapping[str, Any]
+    facts: JsonObject
 
     def __repr__(self):
         lines = [f"Model({self.variant}, step {self.step:,}, {self.tokenizer}"]

@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import threading
-from typing import Any
 
 from sparse_dataflow.files import folders, json_files
 from sparse_dataflow.files.addresses import Address
@@ -97,7 +96,7 @@ class AddressLock:
     def _text(self) -> bytes:
         return json.dumps(self._owner).encode()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> json_files.JsonObject:
         """Returns the owner that the object names; {} if there is none."""
         try:
             owner = json_files.parse(self._object.read())

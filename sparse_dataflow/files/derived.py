@@ -26,6 +26,7 @@ from typing import Any
 
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.errors import escaped, first_line
+from sparse_dataflow.files.json_files import JsonObject
 
 LARGE = 2**30
 """Bytes of a file that is not read again while its size, time of change and inode are those of its
@@ -80,10 +81,10 @@ class Derived:
     """
 
     path: Path
-    facts: Mapping[str, Any]
+    facts: JsonObject
 
 
-Make = Callable[[Path], Mapping[str, Any] | None]
+Make = Callable[[Path], JsonObject | None]
 """Writes a file or folder at a path; returns JSON-able facts of it."""
 
 
@@ -129,9 +130,9 @@ def value(
     store: Path,
     name: str,
     origin: object,
-    compute: Callable[[], Mapping[str, Any]],
+    compute: Callable[[], JsonObject],
     lock: Callable[[], AbstractContextManager] = contextlib.nullcontext,
-) -> Mapping[str, Any]:
+) -> JsonObject:
     """Returns what `compute` returned once for the same `origin`, JSON-able.
 
     Where it cannot be kept, as on a full disk, this is logged and the value is returned.
@@ -149,7 +150,7 @@ def value(
     return facts
 
 
-def read(path: Path, origin: object) -> dict[str, Any] | None:
+def read(path: Path, origin: object) -> JsonObject | None:
     """Returns the facts of a file or folder, or of a record alone, that is whole and was made from
     the same; None if there is none, after a line in the log if it is damaged."""
     try:
@@ -161,7 +162,7 @@ def read(path: Path, origin: object) -> dict[str, Any] | None:
         return None
 
 
-def write(partial: Path, path: Path, origin: object, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+def write(partial: Path, path: Path, origin: object, facts: JsonObject) -> JsonObject:
     """Gives a complete file or folder its name, after its bytes are on disk, and then its record.
 
     Returns:
@@ -201,7 +202,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _flushed(partial: Path) -> dict[str, dict[str, Any]]:
+def _flushed(partial: Path) -> dict[str, JsonObject]:
     files = manifest.flushed(_files(partial))
     if partial.is_dir():
         for parent, _, _ in os.walk(partial):

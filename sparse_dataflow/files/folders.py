@@ -27,12 +27,12 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 MARK = ".sparse_dataflow"
 """Name of the mark: a file that names the program that owns the folder."""
@@ -378,7 +378,7 @@ class FolderLock:
                 self._write(self._file)
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> JsonObject:
     """Returns what a lock says of its owner, with a count of 0."""
     return {
         "host": platform.node(),
@@ -391,7 +391,7 @@ def this_process() -> dict[str, Any]:
     }
 
 
-def in_use(place: object, owner: dict[str, Any]) -> UserError:
+def in_use(place: object, owner: JsonObject) -> UserError:
     """Returns the refusal of a place that another process owns."""
     who = f"process {owner.get('pid')} on {owner.get('host')}" if owner else "another process"
     since = f" since {owner.get('since')}" if owner else ""
@@ -400,9 +400,7 @@ def in_use(place: object, owner: dict[str, Any]) -> UserError:
     )
 
 
-def await_another_machine(
-    place: object, owner: dict[str, Any], read: Callable[[], dict[str, Any]]
-) -> None:
+def await_another_machine(place: object, owner: JsonObject, read: Callable[[], JsonObject]) -> None:
     """Returns once the owner of a place counts up no more, or has released it.
 
     Args:
@@ -426,7 +424,7 @@ def await_another_machine(
             raise in_use(place, now)
 
 
-def _await_owner(path) -> dict[str, Any]:
+def _await_owner(path) -> JsonObject:
     """Returns the owner in a lock file, which its creator may be about to write; {} if the file is
     gone, or names none for as long as a living owner could take."""
     end = time.monotonic() + DEAD_AFTER * BEAT_SECONDS
@@ -435,7 +433,7 @@ def _await_owner(path) -> dict[str, Any]:
     return owner
 
 
-def _read(path) -> dict[str, Any]:
+def _read(path) -> JsonObject:
     """Returns the owner in a lock file; {} if it names none."""
     try:
         owner = json_files.load(path, _MAX_BYTES)
@@ -453,7 +451,7 @@ def _same_file(file: int, path: Path) -> bool:
     return (by_handle.st_dev, by_handle.st_ino) == (by_path.st_dev, by_path.st_ino)
 
 
-def is_alive(owner: dict[str, Any]) -> bool:
+def is_alive(owner: JsonObject) -> bool:
     """Returns whether the owner, of this machine, is another living process."""
     try:
         # Process ids are used again, so the start counts too.

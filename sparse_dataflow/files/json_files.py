@@ -18,6 +18,9 @@ MAX_DEPTH = 100
 MOST_CONTAINERS = 2**22
 """Most lists and objects: two characters of text become 70 bytes of memory."""
 
+JsonObject = dict[str, Any]
+"""An object of JSON.  JSON has no static types, so what reads a field checks its value."""
+
 _CONTAINERS = (dict, list)
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)

@@ -26,7 +26,7 @@ class Damaged(Exception):
     """A folder does not match its manifest; the text says how."""
 
 
-def write(folder: Path, facts: Mapping[str, Any]) -> None:
+def write(folder: Path, facts: json_files.JsonObject) -> None:
     """Hashes every file under `folder`, writes the manifest and flushes everything to disk.
 
     The manifest is complete or absent whenever the process ends: it is written under another name
@@ -51,7 +51,7 @@ def write(folder: Path, facts: Mapping[str, Any]) -> None:
         storage.flush_folder(Path(parent))
 
 
-def flushed(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+def flushed(paths: Mapping[str, Path]) -> dict[str, json_files.JsonObject]:
     """Flushes files to disk; returns {name: {"size", "sha256"}}."""
     entries = {}
     for name, path in paths.items():
@@ -79,7 +79,7 @@ def text(facts: Mapping[str, object], entries: Mapping[str, object]) -> bytes:
     return content
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> json_files.JsonObject:
     """Returns the facts in the manifest of `folder`, without checking the files.
 
     Raises:
@@ -89,7 +89,7 @@ def read(folder: Path) -> dict[str, Any]:
     return _parse(folder)["facts"]
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> json_files.JsonObject:
     """Returns the facts in the manifest of `folder`, after checking the hash of every file.
 
     Only files found by walking the folder are opened, so a name in a manifest cannot lead outside.
@@ -134,7 +134,7 @@ def load_json(path: Path) -> Any:
         raise Damaged(f"its {path.name} is not JSON: {error}") from error
 
 
-def _parse(folder: Path) -> dict[str, Any]:
+def _parse(folder: Path) -> json_files.JsonObject:
     with _loss_is_damage():
         if NAME not in os.listdir(folder):
             raise Damaged("it has no manifest, so it was never finished")
@@ -143,7 +143,7 @@ def _parse(folder: Path) -> dict[str, Any]:
     return _checked(load_json(folder / NAME))
 
 
-def parse(content: bytes) -> dict[str, Any]:
+def parse(content: bytes) -> json_files.JsonObject:
     """Returns {"facts": ..., "files": {name: {"size", "sha256"}}} of a manifest's bytes.
 
     Raises:
@@ -155,7 +155,7 @@ def parse(content: bytes) -> dict[str, Any]:
         raise Damaged(f"its {NAME} is not JSON: {error}") from error
 
 
-def _checked(content: Any) -> dict[str, Any]:
+def _checked(content: Any) -> json_files.JsonObject:
     try:
         body = {key: content[key] for key in ("facts", "files")}
         whole = content["sha256"] == _digest(body) and isinstance(body["facts"], dict)

@@ -30,6 +30,7 @@ from sparse_dataflow.core.config.attention_settings import shortest_layer_types 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange.config_rules import (
     Always,
     AttentionMultiplier,
@@ -79,7 +80,7 @@ class Architecture:
     prefixes: tuple[str, ...]
     transposed: bool = True
     position_offset: int = 0
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra: JsonObject = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
@@ -692,7 +693,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def without_aliases(architecture: Architecture, fields: Mapping[str, object]) -> dict[str, Any]:
+def without_aliases(architecture: Architecture, fields: Mapping[str, object]) -> JsonObject:
     """Returns the fields by their first names; raises UserError if two names disagree."""
     named = dict(fields)
     for alias, name in architecture.aliases.items():
@@ -713,7 +714,7 @@ class Representation(NamedTuple):
       exact: whether the model needs no unit gate and no zero biases.
     """
 
-    fields: dict[str, Any]
+    fields: JsonObject
     model: ModelConfig
     exact: bool
 
@@ -789,7 +790,7 @@ def _distance(problem: str) -> tuple[bool, bool, int]:
 def _comparable(model):
     """Returns the config with values that mean the default replaced by it."""
     biases = model.selected(model.biases, "biases")
-    changes: dict[str, Any] = {"biases": PROJECTIONS if biases == model.projections else biases}
+    changes: dict[str, object] = {"biases": PROJECTIONS if biases == model.projections else biases}
     if model.num_kv_heads == model.num_heads:
         changes["num_kv_heads"] = 0
     if model.head_dim * model.num_heads == model.d_model:

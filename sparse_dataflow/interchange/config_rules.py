@@ -17,21 +17,22 @@ from sparse_dataflow.core.config.attention_settings import FULL, ROTATED, SLIDIN
 from sparse_dataflow.core.config.attention_settings import shortest_layer_types as pattern
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 REQUIRED = object()
 """Default of a field that every config.json must have."""
 
-Default = Any | Callable[[Mapping[str, Any]], Any]
+Default = Any | Callable[[Mapping[str, Any]], object]
 """Value of a field that config.json lacks, or a function from its fields to that value."""
 
 
 class FieldRule(Protocol):
     """See the module docstring."""
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         """Maps fields of config.json to fields of `ModelConfig`."""
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         """Maps a config to fields of config.json."""
 
 
@@ -59,16 +60,16 @@ class Same(FieldRule):
     ours: str
     default: Default = REQUIRED
     written: str = ""
-    null: Any = None
-    zero: Any = 0
+    null: object = None
+    zero: object = 0
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         if self.null is not None and self.theirs in fields:
             value = fields[self.theirs]
             return {self.ours: self.null if value is None else value}
         return {self.ours: _value(fields, self.theirs, self.default)}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         value = getattr(model, self.written or self.ours)
         return {self.theirs: self.zero if value == 0 and value is not False else value}
 
@@ -87,11 +88,11 @@ class Named(FieldRule):
 
     theirs: str
     ours: str
-    names: Mapping[Any, Any]
-    default: Any
+    names: Mapping[Any, str]
+    default: object
     also: str = ""
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         value = _value(fields, self.theirs, self.default)
         if not isinstance(value, str | bool) or value not in self.names:
             raise unsupported(self.theirs, value, ", ".join(map(str, self.names)))
@@ -100,7 +101,7 @@ class Named(FieldRule):
             raise unsupported(self.also, other, f"{value!r}, as {self.theirs}")
         return {self.ours: self.names[value]}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         # Reading the default back shows what differs.
         ours = getattr(model, self.ours)
         value = next((t for t, o in self.names.items() if o == ours), self.default)
@@ -111,12 +112,12 @@ class Named(FieldRule):
 class Always(FieldRule):
     """Fields of `ModelConfig` that an architecture fixes."""
 
-    fields: Mapping[str, Any]
+    fields: JsonObject
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         return dict(self.fields)
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         return {}
 
 
@@ -132,14 +133,14 @@ class Only(FieldRule):
     theirs: str
     legal: Default
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         legal = self.legal(fields) if callable(self.legal) else self.legal
         value = fields.get(self.theirs)
         if value is not None and value != legal:
             raise unsupported(self.theirs, value, repr(legal))
         return {}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         return {} if callable(self.legal) else {self.theirs: self.legal}
 
 
@@ -159,7 +160,7 @@ class Biases(FieldRule):
     switches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     default: bool = False
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         biases = self.always
         for name, projections in self.switches.items():
             value = _value(fields, name, self.default)
@@ -168,7 +169,7 @@ class Biases(FieldRule):
             biases += projections if value else ()
         return {"biases": biases}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         biases = set(model.selected(model.biases, "biases"))
         return {name: bool(biases & set(p)) for name, p in self.switches.items()}
 
@@ -179,7 +180,7 @@ class AttentionMultiplier(FieldRule):
 
     theirs: str
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         factor = _value(fields, self.theirs, 1.0)
         number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not number or not 1e-6 < factor < 1e6:
@@ -187,7 +188,7 @@ class AttentionMultiplier(FieldRule):
         # Without the rounding of the inverse that `write` computes.
         return {"attention_scalar": float(f"{factor**-2:.12g}")}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         return {self.theirs: model.attention_width**-0.5}
 
 
@@ -203,13 +204,13 @@ class QueryNorms(FieldRule):
     theirs: str
     scope: str
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         value = _value(fields, self.theirs, False)
         if not isinstance(value, bool):
             raise unsupported(self.theirs, value, "true, false")
         return {"qk_norm": True, "qk_norm_scope": self.scope} if value else {"qk_norm": False}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         return {self.theirs: model.qk_norm}
 
 
@@ -217,7 +218,7 @@ class QueryNorms(FieldRule):
 class LocalLayers(FieldRule):
     """Layers with a window ("local") and without ("global"), as GPT-Neo lists them."""
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         layers, legal = fields.get("num_layers") or 0, '[[["global", "local"], 12]]'
         types = _value(fields, "attention_types", [[["global", "local"], 12]])
         try:
@@ -238,7 +239,7 @@ class LocalLayers(FieldRule):
         ours = [SLIDING if kind == "local" else FULL for kind in kinds]
         return {"window": window, "layer_types": pattern(ours)}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         kinds = [model.layer_type(i) if model.window else FULL for i in range(model.num_layers)]
         names = ["local" if kind == SLIDING else "global" for kind in kinds]
         return {
@@ -253,11 +254,11 @@ class UnrotatedLayers(FieldRule):
     """Layers without rotary positions: 0 in a list with a number for each layer, or else every
     fourth."""
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         rotated = _rotated(fields)
         return {"rotary_layers": pattern([ROTATED if r else UNROTATED for r in rotated])}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         return {"no_rope_layers": [int(model.rotates(i)) for i in range(model.num_layers)]}
 
 
@@ -301,7 +302,7 @@ class Window(FieldRule):
     named: bool = False
     unrotated: bool = False
 
-    def read(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, Any]) -> dict[str, object]:
         window = fields.get("sliding_window", self.default) or 0
         layers = fields.get("num_hidden_layers") or 0
         # Qwen's files have a window that is off unless this field says otherwise.
@@ -348,9 +349,9 @@ class Window(FieldRule):
             raise unsupported("layer_types", fields["layer_types"], f"one that agrees with {has}")
         return kinds, window if sliding else 0
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         kinds = [model.layer_type(i) if model.window else FULL for i in range(model.num_layers)]
-        fields: dict[str, Any] = {"sliding_window": model.window or None}
+        fields: JsonObject = {"sliding_window": model.window or None}
         if self.period and not model.window:
             fields["sliding_window"] = self.default
         if self.switched:
@@ -378,7 +379,7 @@ class Mixture(FieldRule):
     name: str
     switch: str = ""
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         experts = _value(fields, self.name, REQUIRED)
         if not experts:
             raise unsupported(self.name, experts, "1 or more")
@@ -391,7 +392,7 @@ class Mixture(FieldRule):
         raw = bool(self.switch) and not divided and chosen > 1
         return {"experts": experts, "top_k": chosen, "raw_gates": raw}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         # The fewest that can be read, so that reading them back shows what differs.
         fewest = 1 if self.switch else 2
         chosen = max(fewest, model.top_k)
@@ -412,13 +413,13 @@ class SharedExpert(FieldRule):
     name: str
     width: str
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         shared, width = (_value(fields, name, REQUIRED) for name in (self.name, self.width))
         if not shared or shared % width:
             raise unsupported(self.name, shared, f"multiples of {self.width}={width}")
         return {"shared_expert": shared // width, "shared_gate": True}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         # The least that can be read, so that reading it back shows what differs.
         return {self.name: max(1, model.shared_expert) * model.d_ff}
 

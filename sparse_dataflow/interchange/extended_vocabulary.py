@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -213,7 +213,7 @@ def _used(base, fields, ids) -> set[int]:
     return {number for number in used if number < base.vocab_size}
 
 
-def _with_tokens(fields, new: _Learned, numbers) -> dict[str, Any]:
+def _with_tokens(fields, new: _Learned, numbers) -> json_files.JsonObject:
     """Returns the fields of a tokenizer.json with more tokens and merges."""
     model = fields["model"]
     as_text = bool(model["merges"]) and isinstance(model["merges"][0], str)

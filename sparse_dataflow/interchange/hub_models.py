@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from sparse_dataflow.data.packed_files import needed_module
 from sparse_dataflow.files import addresses, folders, json_files, storage
@@ -22,6 +22,8 @@ from sparse_dataflow.files.errors import UserError, first_line
 from sparse_dataflow.interchange import huggingface, tensors
 from sparse_dataflow.interchange.llama_cpp import directory as gguf_directory
 from sparse_dataflow.interchange.llama_cpp.gguf_file import SUFFIX
+
+T = TypeVar("T")
 
 PREFIX = "hf:"
 """Begins the name of a model on the hub: hf:OWNER/NAME or hf:NAME, with @REVISION after either."""
@@ -176,12 +178,12 @@ def gguf_file(place: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _within(seconds: float, work: Callable[[], Any]) -> Any:
+def _within(seconds: float, work: Callable[[], T]) -> T:
     """Returns the result of `work`; raises TimeoutError after so many seconds.
 
     A thread is left behind then: looking up a host name cannot be interrupted.
     """
-    result: concurrent.futures.Future = concurrent.futures.Future()
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run():
         try:

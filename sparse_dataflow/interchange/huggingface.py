@@ -17,7 +17,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -121,7 +121,7 @@ class Described(NamedTuple):
       order: the id in the directory of each id of `tokenizer`, int [vocab_size].
     """
 
-    fields: dict[str, Any]
+    fields: json_files.JsonObject
     model: ModelConfig
     tokenizer: Tokenizer
     order: np.ndarray
@@ -173,7 +173,7 @@ class Opened:
     """
 
     folder: Path
-    fields: dict[str, Any]
+    fields: json_files.JsonObject
     model: ModelConfig
     tokenizer: Tokenizer
     order: np.ndarray
@@ -455,7 +455,7 @@ def write(
     return folder
 
 
-def sparse_fields(tokenizer: Tokenizer) -> dict[str, Any]:
+def sparse_fields(tokenizer: Tokenizer) -> json_files.JsonObject:
     """Returns the fields of a sparse form's config.json that follow from the tokenizer."""
     ids = tokenizer.original_ids
     end_of_text = ids[tokenizer.eot_id] if ids else tokenizer.eot_id

@@ -1,7 +1,6 @@
 """Masked weights in a file: the entries under the mask, and one bit a block."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -9,7 +8,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.training.transitions import KERNEL, MASK
 
 
-def packed(arrays: Mapping[str, object], spec: LinearSpec) -> dict[str, Any]:
+def packed(arrays: Mapping[str, object], spec: LinearSpec) -> dict[str, object]:
     """Returns the arrays of a layer's projection as a file has them.
 
     The kernel is [out, inputs of each], the mask uint8 [in_blocks, out_blocks / 8] as of
@@ -25,7 +24,7 @@ def packed(arrays: Mapping[str, object], spec: LinearSpec) -> dict[str, Any]:
 
 
 def unpacked(
-    read: Callable[..., Any], shape: tuple[int, int], spec: LinearSpec
+    read: Callable[..., np.ndarray], shape: tuple[int, int], spec: LinearSpec
 ) -> dict[str, np.ndarray]:
     """Returns the kernel and the mask of a layer's projection; the inverse of `packed`.
 

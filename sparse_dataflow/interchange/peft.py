@@ -8,13 +8,13 @@ them by the module whose weight they belong to.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange.architectures import ARCHITECTURES, Architecture
 from sparse_dataflow.interchange.equivalent_forms import QKV, split_qkv
 from sparse_dataflow.interchange.tensors import write_file
@@ -50,7 +50,7 @@ def write(folder: Path, trained: Model) -> list[Path]:
     ranks = {n.split(".")[-3]: len(a) for n, a in tensors.items() if n.endswith("lora_A.weight")}
     others = {n: r / trained.training.adapter_rank for n, r in ranks.items()}
     others = {module: times for module, times in others.items() if times != 1}
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source["path"],

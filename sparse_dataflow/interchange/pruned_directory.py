@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +26,7 @@ from sparse_dataflow.files import derived, json_files, manifest, storage
 from sparse_dataflow.files.addresses import local_path
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import FolderLock
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange import huggingface, sparse_form, tensors
 from sparse_dataflow.interchange.model_card import short_card
 from sparse_dataflow.pruning.layer_by_layer import Layers
@@ -54,7 +54,7 @@ class PrunedDirectory:
       errors: those of the layers so far.
     """
 
-    def __init__(self, folder: str | Path, model: ModelConfig, dtype: str, facts: dict[str, Any]):
+    def __init__(self, folder: str | Path, model: ModelConfig, dtype: str, facts: JsonObject):
         """Makes the hidden folder, or goes on in it.
 
         Args:

@@ -7,11 +7,11 @@ read the former, which this writes.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_dataflow.core.config.attention_settings import READ_BY_SCALING as USED
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange.config_rules import FieldRule, unsupported
 
 _FACTOR = {"rotary_factor": "factor"}
@@ -73,7 +73,7 @@ class Rotary(FieldRule):
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     local: float = 0.0
 
-    def read(self, fields: Mapping[str, object]) -> dict[str, Any]:
+    def read(self, fields: Mapping[str, object]) -> dict[str, object]:
         for alias, name in self.aliases.items():
             value = fields.get(alias)
             if None not in (value, fields.get(name)) and fields[name] != value:
@@ -91,7 +91,7 @@ class Rotary(FieldRule):
         scaling = fields.get(name) or {}
         if not isinstance(scaling, Mapping):
             raise unsupported(name, scaling, "an object")
-        ours: dict[str, Any] = {}
+        ours: JsonObject = {}
         if self.local:
             scaling, ours = self._local(fields, name, scaling)
         if any(isinstance(value, Mapping) for value in scaling.values()):
@@ -140,9 +140,9 @@ class Rotary(FieldRule):
             raise unsupported(name, share, "1")
         return {"rotary_share": share}
 
-    def write(self, model: ModelConfig) -> dict[str, Any]:
+    def write(self, model: ModelConfig) -> JsonObject:
         scaling, kind = None, model.rotary_scaling
-        fields: dict[str, Any] = {"rope_theta": model.rotary_base}
+        fields: JsonObject = {"rope_theta": model.rotary_base}
         if kind == "longrope" or model.rotary_factor != 1:
             scaling = {
                 theirs: getattr(model, ours)
@@ -199,7 +199,7 @@ def _mscale(factor, scaling):
     return (0.1 * scaling["mscale"] * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
 
 
-def comparable(model: ModelConfig) -> dict[str, Any]:
+def comparable(model: ModelConfig) -> JsonObject:
     """Returns changes to a model: defaults for the rotary settings that change nothing."""
     defaults = {n: f.default for n, f in type(model).__dataclass_fields__.items() if "rotary" in n}
     if model.positions != "rotary":

@@ -1,9 +1,9 @@
 """The config.json that a model was imported with: what of it is not read, and what of it stays."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange.architectures import (
     UNSUPPORTED,
     Representation,
@@ -52,7 +52,7 @@ def unread(fields: Mapping[str, object]) -> list[str]:
 
 def changed(
     name: str, source: Mapping[str, object], representation: Representation
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Returns a config.json with the fields of `representation` that `source` has otherwise.
 
     Args:

@@ -17,7 +17,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -89,7 +88,7 @@ def write_small_files(
     write_reader(folder, READER)
 
 
-def layer_tensors(model: ModelConfig, layer: dict, number: int) -> dict[str, Any]:
+def layer_tensors(model: ModelConfig, layer: dict, number: int) -> dict[str, np.ndarray]:
     """Returns the named tensors of a layer.
 
     Args:
@@ -114,7 +113,7 @@ def _forward(model):
     layers = []
     for i in range(model.num_layers):
         layer = layer_model(model, i)
-        numbers: dict[str, Any] = {"frequencies": [], "rotation_scale": 1.0}
+        numbers = {"frequencies": [], "rotation_scale": 1.0}
         if layer.positions == "rotary":
             angles, scale = rotary.frequencies(layer, int(layer.head_width * layer.rotary_share))
             numbers = {"frequencies": np.asarray(angles).tolist(), "rotation_scale": scale}
@@ -192,7 +191,7 @@ def read_config(folder: Path) -> ModelConfig:
     """
     path = Path(folder) / CONFIG
     try:
-        fields: dict[str, Any] = json_files.load(path)
+        fields: json_files.JsonObject = json_files.load(path)
         if fields["format"] != FORMAT:
             raise ValueError(f"its format is {fields['format']!r}, not {FORMAT!r}")
         return ModelConfig.from_json(fields["model"])
@@ -220,7 +219,7 @@ def _read_layer(files, model, shapes, layer):
     modules = {}
     for name, module in shapes.items():
         at = f"blocks.{layer}.{name}"
-        packed: dict[str, Any] = {}
+        packed: dict[str, np.ndarray] = {}
         if name in model.masked_projections:
             spec, shape = layer_linear(model, name, layer), module[masked_file.KERNEL].shape
             try:

@@ -16,6 +16,7 @@ from sparse_dataflow.data import tokenizer_library
 from sparse_dataflow.data.chat import ChatTemplate
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 GENERATION, MAP, ADDED = "generation_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -65,7 +66,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def fields_of(files: Mapping[str, bytes], name: str, folder: Path) -> dict[str, Any]:
+def fields_of(files: Mapping[str, bytes], name: str, folder: Path) -> JsonObject:
     """Returns the JSON object in a file; {} where there is no such file.
 
     Raises:
@@ -99,7 +100,7 @@ def names(files: Mapping[str, bytes], folder: Path, kind: str = "") -> dict[str,
       kind: class of a tokenizer whose files name none.
     """
     settings, listed = (fields_of(files, name, folder) for name in (SETTINGS, MAP))
-    given: dict[str, Any] = dict(_OF_CLASS.get(tokenizer_class(settings) or kind, {}))
+    given: JsonObject = dict(_OF_CLASS.get(tokenizer_class(settings) or kind, {}))
     given |= {name: token for name, token in settings.items() if name.endswith("_token")}
     for name, token in listed.items():
         before = _text(given.get(name))
@@ -136,8 +137,8 @@ def ids_of(value: Any, name: str) -> list[int]:
 
 
 def ends(
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
+    config: JsonObject,
+    generation: JsonObject,
     tokens: Mapping[str, str],
     vocab: Mapping[str, int],
     end_of_text: str,
@@ -204,8 +205,8 @@ def ends(
 
 
 def start(
-    config: Mapping[str, Any],
-    generation: Mapping[str, Any],
+    config: JsonObject,
+    generation: JsonObject,
     tokens: Mapping[str, str],
     vocab: Mapping[str, int],
 ) -> int | None:
@@ -283,9 +284,9 @@ def chat_template(
 
 def settings_of(
     tokens: Mapping[str, str], context: int, prefix_space: bool, template: ChatTemplate | None
-) -> dict[str, Any]:
+) -> JsonObject:
     """Returns the fields of a tokenizer_config.json for a tokenizer that had none."""
-    fields: dict[str, Any] = {
+    fields: JsonObject = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
@@ -306,9 +307,7 @@ def as_json(fields: Mapping[str, object]) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode()
 
 
-def added(
-    files: Mapping[str, bytes], tokens: Mapping[str, str], folder: Path
-) -> list[dict[str, Any]]:
+def added(files: Mapping[str, bytes], tokens: Mapping[str, str], folder: Path) -> list[JsonObject]:
     """Returns the tokens that other files than tokenizer.json add, as rows of its `added_tokens`.
 
     Those of `added_tokens_decoder` in tokenizer_config.json come before those of
@@ -317,7 +316,7 @@ def added(
     Raises:
       Exception: one of `json_files.MALFORMED` where a file is damaged.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, JsonObject] = {}
     options = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for token, number in fields_of(files, ADDED, folder).items():
         special = token in tokens.values()

@@ -78,7 +78,7 @@ class StartingPoint(NamedTuple):
     model: ModelConfig
     params: dict
     tokenizer: Tokenizer
-    provenance: dict[str, Any]
+    provenance: json_files.JsonObject
 
     @property
     def weights(self) -> ModelWeights:
@@ -198,7 +198,7 @@ def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoi
     """
     local = on_this_machine(folder)
     _refuse_missing(local, folder)
-    provenance: dict[str, Any] = {"path": origin(folder, local)}
+    provenance: json_files.JsonObject = {"path": origin(folder, local)}
     if huggingface.is_directory(local):
         if variant:
             raise UserError(

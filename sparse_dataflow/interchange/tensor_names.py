@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -105,14 +105,14 @@ def _read(architecture, model, files, shapes, layers=None):
     prefix = _prefix(architecture, files)
     arrays: dict[str, np.ndarray] = {}
     for entry in _entries(architecture, model, files.names, shapes, prefix):
-        stacked: Any = None
         names = list(entry.names(layers))
+        stacked = np.empty(0, np.float32)
         for number, name in enumerate(names):
             tensor = files.read(name, entry.shape)[entry.skip :]
             tensor = tensor + np.float32(entry.offset) if entry.offset else tensor
             tensor = np.swapaxes(tensor, -1, -2) if entry.transposed else tensor
             tensor = _halves(tensor, entry.paired) if entry.paired else tensor
-            if stacked is None:
+            if not number:
                 stacked = large_pages.empty((len(names), *tensor.shape))
             for start in range(0, tensor.shape[-1], _COLUMNS):
                 columns = slice(start, start + _COLUMNS)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -214,7 +214,7 @@ def as_dtype(tensors: Mapping[str, object], dtype: str) -> dict[str, np.ndarray]
 
 def write(
     folder: Path,
-    tensors: Mapping[str, Any],
+    tensors: Mapping[str, object],
     metadata: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
@@ -259,7 +259,7 @@ def shard_name(number: int, count: int) -> str:
     return f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
-def write_file(path: Path, arrays: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
+def write_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Writes one safetensors file.
 
     Raises:
@@ -331,7 +331,7 @@ def _files(folder):
     return [folder / FILE]
 
 
-def opened(path: Path) -> Any:
+def opened(path: Path) -> safe_open:
     """Opens a safetensors file.
 
     Raises:

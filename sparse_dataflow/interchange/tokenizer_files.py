@@ -14,7 +14,7 @@ original ids.
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +56,7 @@ class Read(NamedTuple):
     order: np.ndarray
 
 
-def read(folder: Path, config: Mapping[str, object]) -> Read:
+def read(folder: Path, config: json_files.JsonObject) -> Read:
     """Reads the tokenizer of a Hugging Face directory, with its special tokens and other files.
 
     Args:

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -81,13 +80,13 @@ def text_of(path: Path, files: Mapping[str, bytes]) -> str:
     return json.dumps(fields, ensure_ascii=False) if changes or not text else text
 
 
-def added_token(number: int, text: str, special: bool, **options: bool) -> dict[str, Any]:
+def added_token(number: int, text: str, special: bool, **options: bool) -> json_files.JsonObject:
     """Returns a row of `added_tokens` of a tokenizer.json."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **plain, **options, "special": special}
 
 
-def _lists_json(folder, settings, kind, named) -> dict[str, Any]:
+def _lists_json(folder, settings, kind, named) -> json_files.JsonObject:
     """Returns the tokenizer.json of a vocab.json with merges.txt, GPT-2's form of a tokenizer."""
     if kind not in ("", _GPT2, "PreTrainedTokenizer"):
         raise ValueError(f"it is a {kind} without a {FILE}; legal: {_GPT2}, or add {FILE}")
@@ -98,7 +97,7 @@ def _lists_json(folder, settings, kind, named) -> dict[str, Any]:
     return byte_level(vocab, merges, bool(settings.get("add_prefix_space")), start_token)
 
 
-def _words_json(folder, settings, kind, named) -> dict[str, Any]:
+def _words_json(folder, settings, kind, named) -> json_files.JsonObject:
     """Returns the tokenizer.json of a vocab.txt, BERT's form of a tokenizer."""
     if kind not in ("", _BERT):
         raise ValueError(f"it is a {kind} without a {FILE}; legal: {_BERT}, or add {FILE}")
@@ -123,7 +122,7 @@ def byte_level(
     merges: Sequence[tuple[str, str]],
     prefix_space: bool = False,
     start_token: str | None = None,
-) -> dict[str, Any]:
+) -> json_files.JsonObject:
     """Returns the fields of a tokenizer.json with GPT-2's settings.
 
     Args:
@@ -180,7 +179,7 @@ def _set_by_class(fields, kind, settings) -> Iterator[str]:
 
     Settings that a tokenizer_config.json leaves out have the defaults of the class.
     """
-    values_by_step: dict[str, dict[str, Any]] = {}
+    values_by_step: dict[str, json_files.JsonObject] = {}
     if kind in _WITH_PREFIX_SPACE:
         space = bool(settings.get("add_prefix_space"))
         values_by_step["ByteLevel"] = {"add_prefix_space": space}
@@ -197,7 +196,7 @@ def _set_by_class(fields, kind, settings) -> Iterator[str]:
                 yield f"{name}={value}"
 
 
-def _steps(step) -> Iterator[dict[str, Any]]:
+def _steps(step) -> Iterator[json_files.JsonObject]:
     """Yields the steps of a normalizer or pre-tokenizer, those inside a sequence as well."""
     if isinstance(step, list):
         for each in step:

@@ -154,7 +154,7 @@ def wider(
 
 def reordered(
     model: ModelConfig, params: Mapping[str, Any], sources: Sequence[Sources]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns the parameters of a dense model whose features have another order.
 
     The model computes the same function, to rounding.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 _LOG = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def joined_names(
     groups: Sequence[Sequence[int]],
     shape: Sequence[int],
     mesh: Any = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns metadata for joined axes: the mesh axes of all that an axis joins and they divide.
 
     Logical names are translated by the rules of the metadata and of `nnx.logical_axis_rules`, as
@@ -73,7 +73,7 @@ def joined_names(
     names = tuple(names) + (None,) * (max(map(max, filter(None, groups))) + 1 - len(names))
     mesh = metadata.get("mesh") or mesh or jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else dict(mesh.shape)
-    new: list[Any] = []
+    new: list[str | tuple[str, ...] | None] = []
     for group, length in zip(groups, shape, strict=True):
         translated = {
             name: _mesh_axes(name, metadata) for axis in group for name in _flat(names[axis])
@@ -113,7 +113,7 @@ def _name_in_flax():
 
 def _mesh_axes(name, metadata):
     """Returns the mesh axes of a name, which may be a logical one."""
-    rules: Any = spmd.composite_rules(
+    rules = spmd.composite_rules(
         spmd.get_logical_axis_rules(), metadata.get("sharding_rules") or ()
     )
     return list(_flat(dict(rules).get(name, name)))
@@ -156,11 +156,11 @@ def variable_of(
       mesh: the mesh where neither the metadata nor the context have one.
     """
     metadata = dict(metadata)
-    scope: Any = contextlib.nullcontext()
+    scope: contextlib.AbstractContextManager = contextlib.nullcontext()
     eager = metadata.get("eager_sharding", nnx.using_eager_sharding())
     if metadata.get(_name_of(metadata)) and eager and metadata.get("mesh") is None:
         if jax.sharding.get_abstract_mesh().empty:
-            if isinstance(mesh, jax.sharding.Mesh):
+            if isinstance(mesh, Mesh):
                 scope = jax.set_mesh(mesh)
             else:
                 # flax raises an error where it shards at once and knows no mesh.
@@ -169,7 +169,7 @@ def variable_of(
         return kind(value, **metadata)
 
 
-def placed(array: Any, like: Any) -> Any:
+def placed(array: Any, like: object) -> Any:
     """Returns an array sharded as another, over axes of the mesh that divide it.
 
     Of an abstract array it returns an abstract one.

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparse_dataflow.core.config.sparsity import EXCHANGED_BLOCKS
 from sparse_dataflow.core.layouts.evolution import METHODS, block_sources
@@ -29,10 +30,10 @@ Layouts = BlockLayout | Sequence[BlockLayout]
 
 
 def draw_blocks(
-    key: Any,
+    key: jax.Array,
     layout: BlockLayout,
     kernel_init: Callable | None = None,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     shape: tuple[int, int] | None = None,
 ) -> jax.Array:
     """Returns new values of a layout: the stored blocks of a drawn kernel.
@@ -66,7 +67,7 @@ def draw_blocks(
     return scaled_blocks(draw(key, shape, dtype), layout)
 
 
-def cut_blocks(kernel: Any, layout: Any) -> jax.Array:
+def cut_blocks(kernel: object, layout: object) -> jax.Array:
     """Returns the stored blocks of a dense kernel: inverse of `sd.join_blocks`.
 
     Args:
@@ -89,25 +90,21 @@ def cut_blocks(kernel: Any, layout: Any) -> jax.Array:
         >>> bool(jnp.all((pruned == kernel) | (pruned == 0)))
         True
     """
-    kernel, layouts = _array("kernel", kernel), _listed(layout)
+    dense, layouts = _array("kernel", kernel), _listed(layout)
     full = layouts[0].in_features, layouts[0].out_features
-    if (
-        kernel.ndim < 2
-        or not kernel.size
-        or any(n > most for n, most in zip(kernel.shape[-2:], full))
-    ):
+    if dense.ndim < 2 or not dense.size or any(n > most for n, most in zip(dense.shape[-2:], full)):
         raise UserError(
-            f"The kernel has shape {kernel.shape}; legal for this layout: [..., {full[0]}, "
+            f"The kernel has shape {dense.shape}; legal for this layout: [..., {full[0]}, "
             f"{full[1]}], or shorter sides, which zeros fill up."
         )
-    missing = [(0, most - n) for n, most in zip(kernel.shape[-2:], full)]
-    stack = kernel.shape[:-2]
-    layers = jnp.pad(kernel.reshape(-1, *kernel.shape[-2:]), [(0, 0), *missing])
+    missing = [(0, most - n) for n, most in zip(dense.shape[-2:], full)]
+    stack = dense.shape[:-2]
+    layers = jnp.pad(dense.reshape(-1, *dense.shape[-2:]), [(0, 0), *missing])
     values = collect(*_positions(layouts, len(layers)), layers, layouts[0].block)
     return values.reshape(*stack, *values.shape[1:])
 
 
-def join_blocks(values: Any, layout: Any, shape: tuple[int, int] | None = None) -> jax.Array:
+def join_blocks(values: object, layout: object, shape: tuple[int, int] | None = None) -> jax.Array:
     """Returns the dense kernel of stored blocks, with zeros between them.
 
     Args:
@@ -129,9 +126,9 @@ def join_blocks(values: Any, layout: Any, shape: tuple[int, int] | None = None) 
         >>> bool(jnp.allclose(y, x @ sd.join_blocks(values, layout), atol=1e-5))
         True
     """
-    values, layouts = _array("values", values), _listed(layout)
-    _check_values(values, layouts[0])
-    stack, layers = values.shape[:-3], values.reshape(-1, *values.shape[-3:])
+    stored, layouts = _array("values", values), _listed(layout)
+    _check_values(stored, layouts[0])
+    stack, layers = stored.shape[:-3], stored.reshape(-1, *stored.shape[-3:])
     kernel = expand(*_positions(layouts, len(layers)), layers, layouts[0].mask.shape)
     rows, columns = shape or kernel.shape[1:]
     return kernel[:, :rows, :columns].reshape(*stack, rows, columns)
@@ -139,13 +136,13 @@ def join_blocks(values: Any, layout: Any, shape: tuple[int, int] | None = None) 
 
 def evolve_blocks(
     layout: BlockLayout,
-    values: Any,
+    values: object,
     method: str = "set",
     *,
     share: float = EXCHANGED_BLOCKS,
     gradient: Any = None,
     seed: int = 0,
-) -> tuple[BlockLayout, Callable[[Any], jax.Array]]:
+) -> tuple[BlockLayout, Callable[[object], jax.Array]]:
     """Returns the next layout of a weight, and the function that moves its arrays there.
 
     The function is for the values, their moments and averages: arrays [..., nnz, block, block].  A
@@ -181,8 +178,8 @@ def evolve_blocks(
     if seed < 0:
         raise UserError(f"seed={seed} is not legal: it must be 0 or more.")
     exchange = exchanger(method, share)
-    values = _array("values", values)
-    _check_values(values, layout)
+    stored = _array("values", values)
+    _check_values(stored, layout)
     growth = None
     if gradient is not None and not METHODS[method].reads_gradients:
         raise UserError(f"Method {method!r} reads no gradient; legal: gradient=None.")
@@ -195,7 +192,7 @@ def evolve_blocks(
             )
         growth = summed(grid_norms(jnp.reshape(gradient, (-1, *full)), layout.block))[0]
     # A stack of layers has one layout, so its layers choose together, by the sums of their norms.
-    norms = summed(stored_norms(values.reshape(-1, *values.shape[-3:])))[0]
+    norms = summed(stored_norms(stored.reshape(-1, *stored.shape[-3:])))[0]
     new = exchange(layout, norms, growth, np.random.default_rng([seed]))
     # Kept blocks move to their new slots, grown ones are zero.  `move` serves moments as well:
     # they have one array for each of the weight.

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as flax_promote_dtype
 from jax import lax
+from jax.typing import DTypeLike
 
 from sparse_dataflow.core.config import arguments
 from sparse_dataflow.core.layouts.layout import BlockLayout, LayoutTables
@@ -39,9 +40,9 @@ from sparse_dataflow.layers.layout_state import (
 )
 from sparse_dataflow.layers.paths import without_values
 
-Initializer = Callable[..., Any]
+Initializer = Callable[..., jax.Array]
 
-_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+_NO_METADATA: Mapping[str, object] = MappingProxyType({})
 
 
 class DenseGradient(nnx.Variable):
@@ -126,15 +127,15 @@ class BlockSparseLinear(nnx.Module):
         offset: int | None = None,
         evolving: bool = False,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: object = None,
         kernel_init: Initializer = nnx.initializers.lecun_normal(),  # noqa: B008
         bias_init: Initializer = nnx.initializers.zeros_init(),  # noqa: B008
         dot_general: Callable = lax.dot_general,
         promote_dtype: Callable = flax_promote_dtype,
-        preferred_element_type: Any = None,
-        kernel_metadata: Mapping[str, Any] = _NO_METADATA,
+        preferred_element_type: DTypeLike | None = None,
+        kernel_metadata: Mapping[str, object] = _NO_METADATA,
         bias_metadata: Mapping[str, Any] = _NO_METADATA,
         rngs: nnx.Rngs,
     ):
@@ -153,7 +154,7 @@ class BlockSparseLinear(nnx.Module):
                 f"layer has {in_features} x {out_features} features; legal: equal, or with "
                 "as many blocks and up to a quarter more."
             )
-        kernel: Any = kernel_init(key, shape, param_dtype)
+        kernel = kernel_init(key, shape, param_dtype)
         values = scaled_blocks(getattr(kernel, "raw_value", kernel), layout)
         metadata = {**kernel_metadata, **getattr(kernel, "metadata", {})}
         metadata = _metadata_of_values(metadata, values.shape)
@@ -429,7 +430,7 @@ def _metadata_of_values(metadata, shape):
     return joined_names(metadata, [(0, 1), (), ()], shape)
 
 
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[nnx.Rngs, int] = weakref.WeakKeyDictionary()
 """Layers with a random layout that each `nnx.Rngs` has drawn where its keys have no value."""
 
 

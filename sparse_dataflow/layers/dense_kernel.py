@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparse_dataflow.core.layouts.layout import index_tables
 from sparse_dataflow.core.ops.block_sparse_matmul.dense_matmul import to_dense
@@ -32,7 +33,7 @@ class DerivedArray:
     def __init__(
         self,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: DTypeLike,
         read: Callable[[], jax.Array],
         write: Callable[[jax.Array], None],
     ):

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from typing import Any
 
 from flax import nnx
 
@@ -31,7 +30,7 @@ def dense_classes(model: nnx.Module) -> list[tuple[type, str]]:
     return list(classes.items())
 
 
-def _dense_parameters(model) -> list[tuple[str, Any]]:
+def _dense_parameters(model) -> list[tuple[str, nnx.Module]]:
     """Returns (path, module) of each dense parameter of two or more axes."""
     modules = dict(nnx.iter_modules(model))
     parameters = []

@@ -232,7 +232,7 @@ class BlockSparseGeneral(nnx.Module):
 
     def __init__(
         self,
-        linear: Any,
+        linear: nnx.Module,
         contraction: Contraction,
         like: nnx.Module,
         names: tuple[str, str] = ("kernel", "bias"),
@@ -297,7 +297,9 @@ def _terms(equation, rank=None):
     return terms
 
 
-def shapes_of(module: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes_of(
+    module: nnx.Linear | nnx.LinearGeneral | nnx.Einsum,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of the kernel and the bias of one layer, of a linear of flax."""
     if isinstance(module, nnx.Einsum):
         return tuple(module.kernel_shape), tuple(module.bias_shape or ())

@@ -55,7 +55,7 @@ _in_precision = derivatives.differentiable(
 
 
 def by_dot_general(
-    dot_general: Callable, precision: Any, preferred: Any, x: jax.Array, weight: Any
+    dot_general: Callable, precision: object, preferred: object, x: jax.Array, weight: Any
 ) -> jax.Array:
     """Returns `x @ weight` for stored blocks, as one call of a user's `dot_general`.
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
@@ -85,7 +86,7 @@ class LayoutTable(nnx.Variable):
 
 
 def layout_variables(
-    layouts: Sequence[BlockLayout], evolving: bool, stack: tuple[int, ...], dtype: Any
+    layouts: Sequence[BlockLayout], evolving: bool, stack: tuple[int, ...], dtype: DTypeLike
 ) -> dict[str, nnx.Variable]:
     """Returns name -> variable of all that a layer holds of its layout.
 
@@ -131,7 +132,7 @@ def layout_name(layout: BlockLayout) -> str:
     return LAYOUT_PREFIX + layout.content_hash[:16]
 
 
-def table_mark(layout: AnyLayout) -> Any:
+def table_mark(layout: AnyLayout) -> jax.Array | np.ndarray:
     """Returns the mark, float32 [..., 8], of a layout, by its tables [..., lines, positions].
 
     Its entries, of 0.1 to 2 units, are exact in bfloat16.  Numpy tables give numpy.
@@ -159,7 +160,7 @@ def _mixed(entries, coefficients):
     return (entries[..., None, :] * coefficients).sum(axis=-1)
 
 
-def is_mark(mark: Any) -> Any:
+def is_mark(mark: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Returns which marks [..., 8] scaling and averaging alone have changed, bool [...]."""
     mark = mark.astype(np.float32)
     checks = np.hstack([_MIXTURES, -np.eye(len(_MIXTURES), dtype=np.float32)])

@@ -13,6 +13,9 @@ from flax import nnx
 
 _LOG = logging.getLogger(__name__)
 
+Reader = Callable[[Any], tuple[str, nnx.Variable, nnx.Variable | None]]
+"""(module) -> (equation, variable of the kernel, variable of the bias or None)."""
+
 
 class Library(NamedTuple):
     """The linear classes of a library.
@@ -27,7 +30,7 @@ class Library(NamedTuple):
     package: str
     tested: str
     classes: tuple[str, ...]
-    read: Callable[[Any], tuple[str, Any, Any]]
+    read: Reader
 
 
 def _general(module):
@@ -72,7 +75,7 @@ LIBRARIES = (
 )
 
 
-def library_reader(cls: type) -> Callable[[Any], tuple[str, Any, Any]] | None:
+def library_reader(cls: type) -> Reader | None:
     """Returns how a class of a library is read; None for any other class."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     row = next((row for row in LIBRARIES if name in row.classes), None)

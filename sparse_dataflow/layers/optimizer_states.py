@@ -34,17 +34,17 @@ class CarriedState:
         of the state belongs to the layers.
     """
 
-    def __init__(self, model: nnx.Module, optimizer: Any, changes: dict, keys: dict):
+    def __init__(self, model: nnx.Module, optimizer: object, changes: dict, keys: dict):
         self._matched = False
         self._changes = {tuple(map(str, path)): change for path, change in changes.items()}
         self._keys = {tuple(map(str, path)): pair for path, pair in keys.items()}
-        self._optimizers: list[tuple[nnx.Optimizer, Any, list]] = []
+        self._optimizers: list[tuple[nnx.Optimizer, object, list]] = []
         is_node = lambda node: isinstance(node, nnx.Pytree)  # noqa: E731
         nodes = [leaf for leaf in jax.tree.leaves(optimizer, is_leaf=is_node) if is_node(leaf)]
         for node in nodes:
             if not isinstance(node, nnx.Optimizer):
                 raise UserError(f"A {type(node).__name__} is no optimizer; legal: {_LEGAL}.")
-            arrays: list[tuple[nnx.Variable, Any]] = []
+            arrays: list[tuple[nnx.Variable, object]] = []
             state = self._carried(node.opt_state, _Probe(model, node), arrays)
             self._optimizers.append((node, state, arrays))
         self._whole = optimizer

@@ -36,7 +36,7 @@ from sparse_dataflow.pruning.projection import Pruned, Target, prune
 from sparse_dataflow.pruning.rebuild import report
 from sparse_dataflow.pruning.result import PrunedModel
 
-Call = Callable[[Any, Any], Any]
+Call = Callable[[Any, Any], object]
 """(model, batch) -> anything; applies the model to a batch."""
 
 

@@ -12,10 +12,7 @@ from flax import nnx
 
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.layers.general import BlockSparseGeneral, Contraction, _terms
-from sparse_dataflow.layers.libraries import library_reader
-
-Reader = Callable[[Any], tuple[str, nnx.Variable, nnx.Variable | None]]
-"""(module) -> (equation, variable of the kernel, variable of the bias or None)."""
+from sparse_dataflow.layers.libraries import Reader, library_reader
 
 Writer = Callable[[Any, nnx.Variable, nnx.Variable | None], None]
 """(module, kernel, bias): puts variables of the kernel and the bias into a module."""
@@ -179,7 +176,7 @@ def read_linear(module: object) -> tuple[Contraction, nnx.Linear, tuple[str, str
 
 def _read(module):
     """Returns what the reader of a module returns, checked by type."""
-    result: Any = _registration(type(module)).read(module)
+    result = _registration(type(module)).read(module)
     if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], str)):
         raise UserError(
             f"Its registered reader returns {type(result).__name__}; legal: a tuple of the "
@@ -211,7 +208,7 @@ def _checked_dtype(module, contraction, linear, stack_axes):
     x = jax.random.normal(jax.random.key(0), shape)
     leaves = jax.tree.leaves(nnx.state(module))
     abstract = any(isinstance(a, jax.core.Tracer | jax.ShapeDtypeStruct) for a in leaves)
-    run: Any = nnx.eval_shape if abstract else lambda function: function()
+    run = nnx.eval_shape if abstract else lambda function: function()
     words = f"Its registered equation {contraction.equation} of a kernel {contraction.kernel_shape}"
     try:
         expected = run(lambda: _call(module, x))

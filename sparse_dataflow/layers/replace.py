@@ -232,7 +232,7 @@ def block_sparse_layers(model: nnx.Module, where: Where | None) -> dict[tuple, B
     return selected
 
 
-def with_matrix(node: Any, change: Callable[[nnx.Linear], Any]) -> Any:
+def with_matrix(node: Any, change: Callable[[nnx.Linear], nnx.Module]) -> nnx.Module:
     """Returns a linear of any class with a changed matrix.
 
     Args:
@@ -249,7 +249,7 @@ def with_matrix(node: Any, change: Callable[[nnx.Linear], Any]) -> Any:
     return kind(change(contraction.linear(node)), contraction, node)
 
 
-def kernel_of(node: object, matrix: object) -> Any:
+def kernel_of(node: Any, matrix: object) -> Any:
     """Returns an array of the matrix of a linear of any class in the axes of its kernel."""
     if isinstance(node, nnx.Linear):
         return matrix
@@ -257,7 +257,7 @@ def kernel_of(node: object, matrix: object) -> Any:
     return (Contraction.of(node) if is_known else read_linear(node)[0]).to_kernel(matrix)
 
 
-def with_dense_matrix(node: object) -> Any:
+def with_dense_matrix(node: nnx.Module) -> nnx.Module:
     """Returns the module of its own class whose matrix is an nnx.Linear; others as they are."""
     if isinstance(node, BlockSparseRegistered):
         return node.dense()

@@ -21,7 +21,7 @@ _READ_A_CHILD = (nnx.WeightNorm, nnx.SpectralNorm)
 _KINDS = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum and classes of sd.register_linear"
 
 
-def mapped(replace: Callable[[tuple, Any], Any], model: Model) -> Model:
+def mapped(replace: Callable[[tuple, Any], object], model: Model) -> Model:
     """Returns a model whose modules are replaced, which shares no array with the old one.
 
     So training it, and donating its buffers, leaves `model` as it is.  Containers that cannot
@@ -36,7 +36,9 @@ def mapped(replace: Callable[[tuple, Any], Any], model: Model) -> Model:
     """
     kinds = nnx.Pytree | nnx.Variable | list | dict
     fixed = {path for path, node in nnx.iter_graph(model) if not isinstance(node, kinds)}
-    waiting: dict[int, tuple[Any, Any]] = {}  # Id of a member of a tuple -> it, its replacement.
+    waiting: dict[
+        int, tuple[object, object]
+    ] = {}  # Id of a member of a tuple -> it, its replacement.
 
     def visit(path, node):
         new = replace(path, node) if isinstance(node, nnx.Module) else node

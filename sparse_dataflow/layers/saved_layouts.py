@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +82,7 @@ def _prepared(layer, layouts):
     if (layer.static_layout or not abstract) and layouts == layer.layouts():
         return lambda: None
     shape = *values.shape[:-3], nnz, *values.shape[-2:]
-    zeros: Any = (jax.ShapeDtypeStruct if abstract else jnp.zeros)(shape, values.dtype)
+    zeros = (jax.ShapeDtypeStruct if abstract else jnp.zeros)(shape, values.dtype)
     return layer.prepare_layouts(layouts, layer.evolving, placed(zeros, values))
 
 

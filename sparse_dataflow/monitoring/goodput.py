@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -32,6 +31,7 @@ from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.files import json_files, storage
 from sparse_dataflow.files.errors import UserError, first_line
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.monitoring.metrics import SideFile
 
 NAME = "goodput.jsonl"
@@ -96,7 +96,7 @@ class GoodputLog:
         }
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[JsonObject]:
     """Returns the last valid row of each attempt, in order; none without the file.
 
     Incomplete or foreign rows are skipped.
@@ -121,9 +121,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [rows[attempt] for attempt in sorted(rows)]
 
 
-def seconds_by_category(
-    attempts: Iterable[Mapping[str, Any]], productive: float
-) -> dict[str, float]:
+def seconds_by_category(attempts: Iterable[JsonObject], productive: float) -> dict[str, float]:
     """Returns {category: seconds} for CATEGORIES; the sum is the time of the run.
 
     Args:

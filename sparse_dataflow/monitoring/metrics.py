@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.cluster.signals import Ended
 from sparse_dataflow.core import collectives
@@ -46,7 +45,7 @@ _MAX_BYTES, _MAX_ROWS = 2**30, 2**21
 _MAX_DAMAGED = 1000
 
 
-def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike) -> list[json_files.JsonObject]:
     """Returns the rows of a metrics.jsonl, in the order of the file.
 
     A killed writer leaves an incomplete line, which is skipped with a warning.  A resumed run
@@ -68,10 +67,10 @@ class MetricsReader:
     def __init__(self, path: Path):
         """Reads nothing yet."""
         self._path = path
-        self._rows: dict[Any, dict[str, Any]] = {}
+        self._rows: dict[object, json_files.JsonObject] = {}
         self._end, self._lines, self._last = 0, 0, b""
 
-    def read(self, ended: bool = False) -> list[dict[str, Any]]:
+    def read(self, ended: bool = False) -> list[json_files.JsonObject]:
         """Returns the rows as `read_metrics`.
 
         Args:
@@ -99,7 +98,7 @@ class MetricsReader:
             if file.read(len(self._last)) != self._last:
                 self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
                 file.seek(0)
-            rows: dict[Any, dict[str, Any]] = {}
+            rows: dict[object, json_files.JsonObject] = {}
             lines, end, last, damaged = self._lines, self._end, self._last, 0
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
                 if not ended and len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -122,7 +121,7 @@ class MetricsReader:
         self._lines, self._end, self._last = lines, end, last
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> json_files.JsonObject | None:
     """Returns the row of a line; None for another text."""
     try:
         row = json_files.parse(line)

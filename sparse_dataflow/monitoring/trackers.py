@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from sparse_dataflow.files.errors import UserError, first_line
 
@@ -21,7 +21,7 @@ TENSORBOARD = "tensorboard"
 PROJECT = "sparse_dataflow"
 _FLUSH_SECONDS = 10.0
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TrackedRun:
     folder: Path
     name: str
     step: int
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     id: str = ""
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,8 @@ from sparse_dataflow.planner import memory, step_time
 from sparse_dataflow.planner.memory import MemoryEstimate
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import stage_matrices, stage_parameters
+
+Bytes = float | np.ndarray
 
 ERROR = (-0.15, 0.05)
 """Relative range of the compiler's bytes about the estimate, on the plans of
@@ -164,12 +165,12 @@ def alternating_bytes(variants: Sequence[Sequence[MemoryEstimate]]):
     Masters, moments and tables of all models stay resident.  The other memory is that of the
     largest step.
     """
-    resident: Any = 0.0
-    transient: Any = 0.0
+    resident: Bytes = 0.0
+    transient: Bytes = 0.0
     for phases in variants:
         states = [e.parameters + e.moments + e.layout_tables for e in phases]
-        total: Any = phases[0].total
-        state: Any = states[0]
+        total: Bytes = phases[0].total
+        state: Bytes = states[0]
         for each, own in zip(phases[1:], states[1:]):
             larger = np.asarray(each.total > total)
             total, state = np.where(larger, each.total, total), np.where(larger, own, state)
@@ -311,7 +312,7 @@ def _divides(shape, cuts, shards):
       shards: mesh axis -> devices, as numbers or arrays of plans.
     """
     first = next((i for i, axes in enumerate(cuts) if "fsdp" in axes), len(shape))
-    divides: Any = False
+    divides: bool | np.ndarray = False
     for i in range(first, len(shape)):
         axes = {*(cuts[i] if i < len(cuts) else ()), "fsdp"}
         divides = divides | (shape[i] % math.prod(shards[axis] for axis in axes) == 0)

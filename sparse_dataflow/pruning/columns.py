@@ -1,9 +1,9 @@
 """Applies a function to each group of outputs of a projection, on all cores."""
 
 import concurrent.futures
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import threadpoolctl
 
@@ -20,13 +20,13 @@ def _libraries():
     return threadpoolctl.ThreadpoolController()
 
 
-def one_thread(inputs: int) -> Any:
+def one_thread(inputs: int) -> contextlib.AbstractContextManager:
     """Returns a context in which a product has one thread, unless its matrices are large: threads
     of a BLAS wait for each other longer than small matrices take, above all on a busy machine."""
     return _libraries().limit(limits=1 if inputs < LARGE else None, user_api="blas")
 
 
-def for_each(function: Callable[[Any], None], items: Iterable[object], inputs: int) -> None:
+def for_each(function: Callable[[object], None], items: Iterable[object], inputs: int) -> None:
     """Calls a function, which stores its result, with each item, in threads whose products have one
     thread each."""
     if inputs >= LARGE:

@@ -1,7 +1,6 @@
 """Inputs of the projections of a block, observed while the block runs."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -10,7 +9,7 @@ from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.weights.weight import Linear
 
-Observe = Callable[[str, jax.Array, Linear], tuple[jax.Array, Any]]
+Observe = Callable[[str, jax.Array, Linear], tuple[jax.Array, object]]
 """(projection, its input [B, T, in], its weight and bias) -> (observation, what is applied)."""
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Site(NamedTuple):
 Prune = Callable[[Site], np.ndarray]
 """(site) -> the kernel [in, out] that takes the place of the dense one."""
 
-Rounded = Callable[[Any], np.ndarray]
+Rounded = Callable[[object], np.ndarray]
 """(float32 array) -> its values as they are saved."""
 
 Restored = Callable[[int], tuple[ModelConfig, dict] | None]
@@ -108,7 +108,7 @@ def pruned_layers(
     prune: Prune,
     rounded: Rounded = np.asarray,
     restored: Restored = lambda number: None,
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Iterator[tuple[int, dict[str, object]]]:
     """Yields (number, layer with pruned kernels as `layer_weights` of dense weights on the host).
 
     Args:
@@ -320,12 +320,12 @@ class _Nothing(NamedTuple):
         return jnp.zeros((*x.shape[:-1], self.outputs), x.dtype)
 
 
-def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
+def as_params(layers: Iterator[Mapping[str, object]], num_layers: int) -> object:
     """Returns layers of dense weights as the "blocks" of a dense model's parameters.
 
     Each layer is copied into the stack when it comes, so that no layer is in memory twice.
     """
-    stacked: Any = None
+    stacked: object = None
     for number, layer in enumerate(layers):
         tree = layer_arrays(layer)
         if stacked is None:
@@ -335,7 +335,7 @@ def as_params(layers: Iterator[Mapping[str, Any]], num_layers: int) -> Any:
     return stacked
 
 
-def layer_arrays(layer: Mapping[str, object]) -> dict[str, Any]:
+def layer_arrays(layer: Mapping[str, object]) -> dict[str, object]:
     """Returns the `layer_weights` of dense weights as named arrays in numpy."""
     is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
     by_name = lambda node: arrays(node) if is_linear(node) else node  # noqa: E731

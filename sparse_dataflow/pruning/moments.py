@@ -6,13 +6,15 @@ from a mean of a few hundred deviations on.
 
 import dataclasses
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
+
+Rows = np.ndarray | jax.Array
+"""Rows of activations, or their mean: float64 sums for numpy, float32 for jax."""
 
 HELD_OUT = 5
 """One in so many tokens is held out of fits: of all batches together, the last ones of each."""
@@ -49,7 +51,7 @@ class Moments:
     centre: tuple[np.ndarray, np.ndarray]
 
     @classmethod
-    def of(cls, x: Any, y: Any, centre: tuple[Any, Any] | None = None) -> "Moments":
+    def of(cls, x: Rows, y: Rows, centre: tuple[Rows, Rows] | None = None) -> "Moments":
         """Returns the moments of inputs [tokens, in] and wanted outputs [tokens, out].
 
         Sums of a batch of jax arrays are float32 products at full precision, those of numpy arrays
@@ -129,7 +131,7 @@ class SplitMoments:
         self._halves: list[Moments | None] = [None, None]
         self._rows = 0
 
-    def add(self, x: Any, y: Any) -> None:
+    def add(self, x: Rows, y: Rows) -> None:
         """Adds the rows of a batch; see `Moments.of`."""
         cut = len(x) - held_out_rows(self._rows, len(x))
         self._rows += len(x)
@@ -179,7 +181,7 @@ def _near_mean(rows):
     """Returns the mean of rows, rounded: float32 deviations from it are small and exact."""
     if not len(rows):
         return np.zeros(rows.shape[1])
-    xp: Any = np if isinstance(rows, np.ndarray) else jnp
+    xp = np if isinstance(rows, np.ndarray) else jnp
     mean = np.asarray(xp.mean(rows.astype(xp.float32), axis=0), np.float64)
     return np.where(np.isfinite(mean), mean, 0.0)
 

@@ -8,7 +8,6 @@ Their moments are dropped, and are zero when they come back, as those of a new b
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -170,7 +169,7 @@ def put_back(state: TrainState, model: ModelConfig) -> TrainState:
     )
 
 
-def whole_params(model: ModelConfig, params: object, rest: object) -> Any:
+def whole_params(model: ModelConfig, params: object, rest: object) -> object:
     """Returns the parameters of the whole model, from those of a phase and what it leaves out."""
     return _joined(params, model, _sections(rest), has_values=True)
 
@@ -182,7 +181,7 @@ def _sections(rest):
 def _section(group, positions):
     """Returns the section "left_out" of a group of layers."""
     in_mlp = {name: module for name, module in group.items() if name in MLP}
-    section: dict[str, Any] = {}
+    section: dict[str, dict] = {}
 
     def put(names, array, axis):
         section.setdefault(names[0], {})[names[1]] = _features_at(array, positions, axis)
@@ -208,7 +207,7 @@ def _joined(tree, model, sections, has_values):
         places = np.argsort(joined, axis=1).astype(np.int32)
 
         def whole(names, array, axis, section=section, places=places):
-            xp: Any = np if isinstance(array, np.ndarray) else jnp
+            xp = np if isinstance(array, np.ndarray) else jnp
             if has_values:
                 other = section[names[0]][names[1]]
             else:

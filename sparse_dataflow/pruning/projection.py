@@ -191,7 +191,7 @@ def _transformed(rows: np.ndarray, width: int) -> np.ndarray:
 
 def _mixed(moments: Moments, width: int) -> Moments:
     """Returns the moments of transformed inputs."""
-    halves: Any = _transformed(_transformed(moments.inputs, width).T, width)
+    halves = _transformed(_transformed(moments.inputs, width).T, width)
     return dataclasses.replace(
         moments,
         inputs=(halves + halves.T) / 2,

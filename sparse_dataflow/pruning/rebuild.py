@@ -49,7 +49,7 @@ class RebuiltLayer(NamedTuple):
     """
 
     number: int
-    weights: dict[str, Any]
+    weights: dict[str, object]
     masks: dict[str, np.ndarray]
     errors: dict[str, float]
 
@@ -182,7 +182,7 @@ def to_blocks(
     batches: Sequence[np.ndarray],
     given: Mapping[str, Sequence[BlockLayout]] | None = None,
     rounds: int = 0,
-) -> tuple[Rebuilt, dict[str, list[Any]]]:
+) -> tuple[Rebuilt, dict[str, list]]:
     """Returns dense weights with zeros for a sparser model, and what it stores.
 
     Layouts are balanced.  A layer whose density does not change keeps its weights.
@@ -201,7 +201,7 @@ def to_blocks(
     targets = sparser_targets(old, new, before, given, rounds)
     result = rebuilt(old, weights, batches, targets)
     chosen = {name: iter(masks) for name, masks in result.masks.items()}
-    stored: dict[str, list[Any]] = {}
+    stored: dict[str, list] = {}
     for layer in range(new.num_layers):
         masks = {name: next(chosen[name]) for name, target in targets.items() if target(layer)}
         for name, value in stored_of_layer(new, masks, before, layer).items():
@@ -259,7 +259,7 @@ def sparser_targets(
 
 def stored_of_layer(
     new: ModelConfig, masks: Mapping[str, np.ndarray], before: Mapping[str, Any], layer: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns projection -> layout, or mask bool [in, out], of a layer of a sparser model.
 
     Args:
@@ -332,7 +332,7 @@ def narrow_targets(
     return narrow, {name: functools.partial(target, name) for name in model.projections}
 
 
-def narrow_layer(model: ModelConfig, layer: RebuiltLayer) -> dict[str, Any]:
+def narrow_layer(model: ModelConfig, layer: RebuiltLayer) -> dict[str, object]:
     """Returns the arrays of a layer without the heads and hidden features that go.
 
     Args:
@@ -344,7 +344,7 @@ def narrow_layer(model: ModelConfig, layer: RebuiltLayer) -> dict[str, Any]:
     return {name: _sliced(model, name, leaves, remaining) for name, leaves in params.items()}
 
 
-def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) -> Any:
+def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) -> object:
     """Returns the arrays of a module of a layer without the heads and hidden features that go."""
     heads, group = remaining["attn_out"], model.num_heads // model.kv_heads
     if name in ROW_PARALLEL:
@@ -364,7 +364,7 @@ def _sliced(model, name: str, leaves: Any, remaining: Mapping[str, np.ndarray]) 
     return _cut(model.linear(name), leaves, columns, lambda leaf: leaf.output_dim)
 
 
-def _cut(spec, arrays, stay: np.ndarray, dim: Callable[[Leaf], int | None]) -> Any:
+def _cut(spec, arrays, stay: np.ndarray, dim: Callable[[Leaf], int | None]) -> object:
     """Returns the arrays of a projection with some entries of a dimension; others as they are."""
     dims = {name: dim(spec.leaves.get(name, BIAS)) for name in arrays}
     return {

@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from sparse_dataflow.core import collectives
@@ -20,7 +20,7 @@ def to_blocks(
     new: ModelConfig,
     batches: Sequence[np.ndarray],
     given: Mapping[str, Sequence[BlockLayout]] | None = None,
-) -> tuple[ModelConfig, dict, dict[str, list[Any]]]:
+) -> tuple[ModelConfig, dict, dict[str, list]]:
     """Returns (dense model, its params, what is stored) of `rebuild.to_blocks`, equal on all
     processes."""
     result, stored = rebuild.to_blocks(old, weights, new, batches, given)
@@ -48,7 +48,7 @@ def calibration(batches: Batches, count: int, micro_batches: int) -> list[np.nda
     ]
 
 
-def _local_rows(array: Any) -> np.ndarray:
+def _local_rows(array: np.ndarray | jax.Array) -> np.ndarray:
     """Returns the rows, in order, of which this process's devices have copies."""
     if isinstance(array, np.ndarray):
         return array

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ class StoredLayer(NamedTuple):
       layouts: block-sparse projection -> its layout.
     """
 
-    arrays: dict[str, Any]
+    arrays: dict[str, object]
     layouts: dict[str, BlockLayout]
 
-    def with_layouts(self, model: ModelConfig) -> dict[str, Any]:
+    def with_layouts(self, model: ModelConfig) -> dict[str, object]:
         """Returns the parameters with the layouts, as `stacks.layers` yields them."""
         layouts = {name: layout.tables() for name, layout in self.layouts.items()}
         return stacks.layer_with_layouts(model, self.arrays, layouts)
@@ -74,7 +74,7 @@ def _one_layer(model, number):
     )
 
 
-def stored_layouts(new: ModelConfig, layouts: Sequence[Mapping[str, BlockLayout]]) -> Any:
+def stored_layouts(new: ModelConfig, layouts: Sequence[Mapping[str, BlockLayout]]) -> object:
     """Returns the layouts of all layers as leaves of a tree like the params; () for none."""
     by_name = {name: [layer[name] for layer in layouts] for name in layouts[0]}
     return stacks.stored_layouts(new, by_name)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -78,7 +77,7 @@ RUN_MEASURES = (
 )
 
 
-def contents(data: ReportData) -> dict[str, Any]:
+def contents(data: ReportData) -> dict[str, object]:
     """Returns the variables of the template; variants in the order dense, narrow, sparse."""
     variants = sorted(data.variants, key=lambda v: v.name)
     seconds = _breakdown({v.name: v.section_seconds for v in variants}, quantities.seconds, "step")
@@ -259,7 +258,7 @@ def _pair(start, scores, rival, unit, error):
     )
 
 
-def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[dict[str, Any]]:
+def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[dict[str, object]]:
     """Returns the rows of the headline table: label, cells by variant, verdicts and a note.
 
     A verdict compares the sparse model with one of `compared`.
@@ -268,7 +267,7 @@ def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[d
     for measure in MEASURES:
         by_name = {v.name: finite(getattr(v, measure.field)) for v in variants}
         values = list(by_name.values())
-        row: dict[str, Any] = {
+        row: dict[str, object] = {
             "label": measure.label,
             "field": measure.field,
             "cells": measure.text(values),
@@ -350,7 +349,7 @@ def facts(data: ReportData) -> list[str]:
     return sentences
 
 
-def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
+def _curves(variants: Sequence[VariantData]) -> list[dict[str, object]]:
     histories = {
         v.name: [
             row | {"flops": tokens * (finite(v.flops_per_token) or 0.0)}
@@ -363,7 +362,7 @@ def _curves(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     return [{"x": x, "svg": curve[0], "clipped": curve[1]} for x, curve in curves if curve]
 
 
-def _routing(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
+def _routing(variants: Sequence[VariantData]) -> list[dict[str, str]]:
     """Returns the load of the experts of each variant that has some, at its last measurement."""
     pictures = []
     for v in variants:
@@ -377,7 +376,7 @@ def _routing(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
     return pictures
 
 
-def _timelines(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
+def _timelines(variants: Sequence[VariantData]) -> list[dict[str, str]]:
     timelines = []
     for v in variants:
         if v.timeline:
@@ -390,7 +389,7 @@ def _timelines(variants: Sequence[VariantData]) -> list[dict[str, Any]]:
 
 def _breakdown(
     bars: Mapping[str, Mapping[str, float]], text: quantities.Formatter, key: str
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Returns stacked bars and their table; None where no variant has values."""
     largest = _largest_categories(bars)
     bars = {variant: fold(values, largest) for variant, values in bars.items()}
@@ -436,12 +435,12 @@ def fold(values: Mapping[str, float], categories: set[str]) -> dict[str, float]:
     return folded
 
 
-def layout_pictures(layouts: Sequence[LayoutData]) -> tuple[list[dict[str, Any]], int]:
+def layout_pictures(layouts: Sequence[LayoutData]) -> tuple[list[dict[str, object]], int]:
     """Returns (pictures of the distinct layouts on one scale, number of omitted layouts).
 
     Layers with the same layout of a projection share one picture.
     """
-    groups: dict[Any, list[LayoutData]] = {}
+    groups: dict[object, list[LayoutData]] = {}
     for layout in layouts:
         stored = tuple(sorted((row, column) for row, column in layout.mask))
         shape = (layout.in_blocks, layout.out_blocks, layout.block)
@@ -453,7 +452,7 @@ def layout_pictures(layouts: Sequence[LayoutData]) -> tuple[list[dict[str, Any]]
     return pictures, len(groups) - len(chosen)
 
 
-def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, Any]:
+def _picture(group: Sequence[LayoutData], cell: float, key: str) -> dict[str, object]:
     layout = group[0]
     blocks = layout.in_blocks * layout.out_blocks
     layers = _layers([g.layer for g in group])

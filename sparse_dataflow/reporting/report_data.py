@@ -9,6 +9,7 @@ import numpy as np
 
 from sparse_dataflow.evaluation.significance import is_share, share_interval
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.reporting.quantities import MISSING
 
 VARIANTS = ("dense", "narrow", "sparse")
@@ -59,7 +60,7 @@ class VariantData:
     mfu: float | None = None
     weight_bytes: int | None = None
     token_seconds: float | None = None
-    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    history: list[JsonObject] = dataclasses.field(default_factory=list)
     section_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     timeline: list[list[Any]] = dataclasses.field(default_factory=list)
@@ -132,7 +133,7 @@ class EvaluationData:
     """
 
     models: list[str]
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     method: str
     notes: list[str]
     command: str
@@ -219,7 +220,7 @@ class ReportData:
             )
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "ReportData":
+    def from_json(cls, data: JsonObject) -> "ReportData":
         """Creates the report from a parsed report.json.
 
         Raises:
@@ -227,7 +228,7 @@ class ReportData:
             other errors of `json_files.MALFORMED`.
         """
         kinds = {"variants": VariantData, "layouts": LayoutData, "continuations": Continuation}
-        nested: dict[str, Any] = {
+        nested: JsonObject = {
             key: [kind(**item) for item in data[key]] for key, kind in kinds.items() if key in data
         }
         if data.get("evaluation") is not None:
@@ -236,7 +237,7 @@ class ReportData:
             nested["profile"] = ProfileData(**data["profile"])
         return cls(**{**data, **nested})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Returns JSON values: numpy values as Python values, non-finite numbers as None."""
         return _plain(self)
 
@@ -253,7 +254,7 @@ def _plain(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
+def evaluation_table(evaluation: EvaluationData) -> list[JsonObject]:
     """Returns the rows of the evaluation table.
 
     A difference is better or worse for the first model only where its 95% interval excludes zero.
@@ -290,7 +291,7 @@ def evaluation_table(evaluation: EvaluationData) -> list[dict[str, Any]]:
     return rows
 
 
-def _difference(paired: Mapping[str, Any] | None, unit: str, lower_is_better: bool) -> dict:
+def _difference(paired: JsonObject | None, unit: str, lower_is_better: bool) -> dict:
     """The texts of one comparison with the first model; empty where there is none."""
     if paired is None:
         return {"difference": "", "interval": "", "p": "", "better": None}

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from markupsafe import Markup
 
 from sparse_dataflow.core.config.projections import PROJECTIONS
 from sparse_dataflow.core.layouts.evolution import new_shares
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.monitoring.saved_layouts import SavedLayouts
 from sparse_dataflow.reporting import quantities
 from sparse_dataflow.reporting.figures import drawings
@@ -33,7 +33,7 @@ class WatchedRun:
 
     name: str
     steps: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    histories: Mapping[str, Sequence[Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    histories: Mapping[str, Sequence[JsonObject]] = dataclasses.field(default_factory=dict)
     goodput: str = ""
     alerts: Sequence[Mapping[str, str]] = ()
     layouts: SavedLayouts | str = ""

@@ -1,7 +1,7 @@
 """Models with a low-rank adapter on every projection, as `model.adapters` computes them."""
 
 import dataclasses
-from typing import Any
+import functools
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
@@ -37,13 +37,13 @@ def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") 
             "term already; legal: weights without one, such as the dense form that "
             "sparse-dataflow export writes."
         )
-    changes: dict[str, Any] = {"rank": rank, "frozen_dtype": frozen_dtype}
-    specs = {n: dataclasses.replace(model.linear(n), **changes) for n in model.projections}
+    adapted = functools.partial(dataclasses.replace, rank=rank, frozen_dtype=frozen_dtype)
+    specs = {n: adapted(model.linear(n)) for n in model.projections}
     return dataclasses.replace(model, linears=specs)
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
     """Returns the base of `with_adapters`."""
-    changes: dict[str, Any] = {"rank": 0, "frozen_dtype": "compute"}
-    specs = {n: dataclasses.replace(spec, **changes) for n, spec in dict(model.linears).items()}
+    plain = functools.partial(dataclasses.replace, rank=0, frozen_dtype="compute")
+    specs = {n: plain(spec) for n, spec in dict(model.linears).items()}
     return dataclasses.replace(model, linears=specs)

@@ -46,14 +46,14 @@ class Devices:
         return "--executor=relay" if relay else f"--mesh={self.plan.mesh}"
 
 
-def _used(words: str, used: Callable[[Any], Any], **example: object) -> Option:
+def _used(words: str, used: Callable[[Any], object], **example: object) -> Option:
     """Returns an option of a `RunConfig`; `part__name` in the example is the setting part.name."""
     settings = {path.replace("__", "."): value for path, value in example.items()}
     return Option(words, lambda run: run.config and used(run.config) and words, settings)
 
 
 def _other(
-    path: str, legal: Callable[[Any], Any], example: object, words: str = "", **more: object
+    path: str, legal: Callable[[Any], object], example: object, words: str = "", **more: object
 ) -> Option:
     """Returns a setting with another value than the legal ones.
 
@@ -80,7 +80,7 @@ def _no(path: str, empty: object) -> Option:
     return Option(path, lacks, {path: empty}, needed=True)
 
 
-def _one_of(*values: object) -> Callable[[Any], bool]:
+def _one_of(*values: object) -> Callable[[object], bool]:
     return lambda value: value in values
 
 

@@ -12,7 +12,7 @@ from sparse_dataflow.core.config.attention_settings import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 
-_LLAMA: dict[str, Any] = {
+_LLAMA: dict[str, object] = {
     "norm": "rmsnorm",
     "positions": "rotary",
     "activation": "silu",
@@ -22,7 +22,7 @@ _LLAMA: dict[str, Any] = {
     "tied_embeddings": False,
 }
 
-_GEMMA: dict[str, Any] = {
+_GEMMA: dict[str, object] = {
     **_LLAMA,
     "activation": "gelu",
     "tied_embeddings": True,
@@ -31,7 +31,7 @@ _GEMMA: dict[str, Any] = {
     "window": 4096,
 }
 
-_LAYERNORM: dict[str, Any] = {
+_LAYERNORM: dict[str, object] = {
     "positions": "rotary",
     "fused_qkv": False,
     "tied_embeddings": False,

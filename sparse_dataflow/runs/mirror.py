@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from absl import logging
 
@@ -36,7 +36,7 @@ class Copies(Protocol):
     def prepare(self) -> None:
         """Makes the place and removes unfinished copies; UserError if it cannot be written."""
 
-    def facts(self) -> dict[int, dict[str, Any]]:
+    def facts(self) -> dict[int, json_files.JsonObject]:
         """Returns {step: facts of its manifest} of the finished copies, without verifying them."""
         ...
 
@@ -79,7 +79,7 @@ class FolderCopies(Copies):
     def prepare(self) -> None:
         named_arrays.prepare_folder(self._folder)
 
-    def facts(self) -> dict[int, dict[str, Any]]:
+    def facts(self) -> dict[int, json_files.JsonObject]:
         return named_arrays.read_facts(self._folder)
 
     def put(self, step: int, source: Path) -> None:
@@ -121,7 +121,7 @@ class AddressCopies(Copies):
         """See `Copies`; the lock on the address has shown that it can be written."""
         self._delete_unfinished()
 
-    def facts(self) -> dict[int, dict[str, Any]]:
+    def facts(self) -> dict[int, json_files.JsonObject]:
         facts = {}
         for step, names in self._steps().items():
             if manifest.NAME in names:
@@ -194,7 +194,7 @@ class AddressCopies(Copies):
             (copy / name).delete()
 
 
-def _upload(path: Path, address: Address, entry: dict[str, Any]) -> None:
+def _upload(path: Path, address: Address, entry: json_files.JsonObject) -> None:
     """Copies a file and reads the copy back.
 
     Raises:
@@ -279,7 +279,7 @@ class Mirror:
         self._last: concurrent.futures.Future = concurrent.futures.Future()
         self._last.set_result(None)
 
-    def facts(self) -> dict[int, dict[str, Any]]:
+    def facts(self) -> dict[int, json_files.JsonObject]:
         """Returns {step: facts of its manifest} of the finished copies, without verifying them.
 
         Raises:

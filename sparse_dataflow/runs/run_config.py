@@ -22,6 +22,7 @@ from sparse_dataflow.core.config.settings import (
 from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.runs import compatibility
 from sparse_dataflow.runs.families import SIZES
 from sparse_dataflow.runs.parallel import ParallelConfig
@@ -329,7 +330,7 @@ class RunConfig(Readable):
             run=dataclasses.replace(self.run, twin="no"),
         )
 
-    def to_json(self) -> dict[str, dict[str, Any]]:
+    def to_json(self) -> dict[str, JsonObject]:
         """{part: {setting: value}}, as in config.json; `from_json` is its inverse."""
         return settings.to_json(self)
 

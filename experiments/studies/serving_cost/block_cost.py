@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,12 +101,17 @@ class PrunedModel(NamedTuple):
     """
 
     model: ModelConfig
-    params: Any
-    masks: Any
+    params: object
+    masks: object
 
 
 def pruned_model(
-    model: ModelConfig, params: Any, batches: Sequence, block: str, density: float, rounds: int = 1
+    model: ModelConfig,
+    params: object,
+    batches: Sequence,
+    block: str,
+    density: float,
+    rounds: int = 1,
 ) -> PrunedModel:
     """Returns a model with a fraction of its weights, or the narrow one of as many."""
     weights = ModelWeights(params)
@@ -135,8 +140,8 @@ def _all_stay(params):
 
 
 def recovered_loss(
-    options, dense: tuple[ModelConfig, Any], pruned: PrunedModel, share: float, corpus: text.Text,
-    sample: int,
+    options, dense: tuple[ModelConfig, object], pruned: PrunedModel, share: float,
+    corpus: text.Text, sample: int,
 ) -> dict[str, float]:  # fmt: skip
     """Returns the loss after a recovery with the dense model as teacher, and its learning rate.
 
@@ -162,7 +167,7 @@ def _same(target, layer):
     return target
 
 
-def loss(model: ModelConfig, params: Any, windows: np.ndarray) -> float:
+def loss(model: ModelConfig, params: object, windows: np.ndarray) -> float:
     """Returns the mean loss on int32 [windows, length + 1], in bits a symbol."""
     groups = [each for each in np.array_split(windows, 8) if len(each)]
     losses = [

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ def measure(
     scale: int = 32,
     block: int = 64,
     batches: Sequence[int] = (1, 8),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Returns a row for each arm and batch: seconds a token, and its costs by the planner.
 
     Args:

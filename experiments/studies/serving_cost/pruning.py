@@ -10,7 +10,7 @@ from .arms import Arm
 
 
 def block_scores(
-    arm: Arm, blocks: Mapping[str, Any], steps: Sequence[Mapping], rng: np.random.Generator
+    arm: Arm, blocks: Mapping[str, object], steps: Sequence[Mapping], rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """Returns projection -> float [layers, (experts,) in, out] blocks, higher for what should stay.
 
@@ -40,7 +40,7 @@ def block_scores(
     return scores
 
 
-def with_blocks(masks: Any, arm: Arm, scores: Mapping[str, np.ndarray], density: float) -> Any:
+def with_blocks(masks: Any, arm: Arm, scores: Mapping[str, np.ndarray], density: float) -> object:
     """Returns masks like the parameters, with the blocks of the highest scores.
 
     Args:

@@ -120,7 +120,9 @@ def row(narrow: ModelConfig, cell: Cell, lines: Lines) -> dict[str, Any]:
     return summary
 
 
-def fitted(narrow: ModelConfig, rows: Sequence[Mapping], optimizer: str) -> dict[str, Any] | None:
+def fitted(
+    narrow: ModelConfig, rows: Sequence[Mapping], optimizer: str
+) -> dict[str, object] | None:
     """Returns the law of the dense models, and its errors with other runs.
 
     It is fitted to dense models alone, then predicts pruned ones by their mean weights (as in arXiv
@@ -131,7 +133,7 @@ def fitted(narrow: ModelConfig, rows: Sequence[Mapping], optimizer: str) -> dict
     chosen = [r for r in chosen if not arms.ARMS[r["arm"]].experts]
     longest = max((r["length"] for r in chosen), default=0)
     dense = [r for r in chosen if not arms.ARMS[r["arm"]].pruned]
-    result: dict[str, Any] = {"optimizer": optimizer, "held_out_length": longest}
+    result: dict[str, object] = {"optimizer": optimizer, "held_out_length": longest}
     for name in ("mean_weights", "stored_weights"):
 
         def law_of(cells, name=name):

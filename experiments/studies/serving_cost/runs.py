@@ -62,7 +62,7 @@ class Run:
 Lines = list[dict[str, Any]]
 
 
-def read_lines(folder: Path, settings: Mapping[str, Any]) -> Lines:
+def read_lines(folder: Path, settings: Mapping[str, object]) -> Lines:
     """Returns the finished runs of a folder, and writes its settings if it is new.
 
     Raises:
@@ -127,7 +127,7 @@ def _is_run(line):
     )
 
 
-def append(folder: Path, run: Run, result: Mapping[str, Any], machine: str) -> dict:
+def append(folder: Path, run: Run, result: Mapping[str, object], machine: str) -> dict:
     """Writes a finished run as a line, with what made it; returns the line."""
     line = {
         **dataclasses.asdict(run.cell),

@@ -67,7 +67,7 @@ def train(
     narrow_steps: float,
     seed: int,
     text: Text,
-) -> tuple[dict[str, Any], Any]:
+) -> tuple[dict[str, object], object]:
     """Trains one arm; returns (losses in bits a symbol and what they cost, its params).
 
     Args:
@@ -143,9 +143,9 @@ def train(
 
 def recover(
     model: ModelConfig,
-    pruned: Any,
-    masks: Any,
-    teacher: tuple[ModelConfig, Any],
+    pruned: object,
+    masks: object,
+    teacher: tuple[ModelConfig, object],
     recipe: Recipe,
     steps: int,
     seed: int,
@@ -194,11 +194,11 @@ def _rates(recipe, course, rewarm):
 class _Program:
     """Compiled functions of a model and an optimizer."""
 
-    initial: Any
-    begin: Any
-    plain: Any
-    scored: Any
-    evaluate: Any
+    initial: object
+    begin: object
+    plain: object
+    scored: object
+    evaluate: object
 
 
 @functools.cache
@@ -231,7 +231,7 @@ def _program(model, optimizer, vector_rate, teacher_model):
             (params, moments), (rate, windows) = state, now
             batch = Batch.from_windows(windows)
             loss, gradients, masked = loss_and_gradients(params, masks, batch, teacher, weight)
-            scores: Any = ()
+            scores: object = ()
             if scored:
                 scores = {
                     "products": jax.tree.map(jnp.multiply, masked, gradients)["blocks"],

@@ -4,7 +4,6 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.settings import ABOVE_ZERO, AT_LEAST_ONE, AT_LEAST_ZERO, setting
@@ -33,7 +32,7 @@ class Arm:
         the study's space.
     """
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     space: Mapping[str, tuple]
 
 
@@ -67,7 +66,7 @@ class Design:
         (20.0, 200.0), "Least and most tokens for each stored weight.", legal=ABOVE_ZERO
     )
     draw_seed: int = setting(0, "Draws the trials of the first rung.", legal=AT_LEAST_ZERO)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
     space: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     budgets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     arms: Mapping[str, Arm] = dataclasses.field(default_factory=dict)
@@ -93,7 +92,7 @@ class Design:
         """Returns what the trials of an arm draw from."""
         return {**self.space, **self.arms[arm].space}
 
-    def settings_of(self, arm: str) -> dict[str, Any]:
+    def settings_of(self, arm: str) -> dict[str, object]:
         """Returns path -> value of all models of an arm, beside `settings`."""
         return dict(self.arms[arm].settings)
 

@@ -91,7 +91,7 @@ class Search:
         self.candidates = functools.cache(self._candidates)
         self.variant = functools.cache(self._variant)
 
-    def changes(self, trial: Trial) -> dict[str, Any]:
+    def changes(self, trial: Trial) -> dict[str, object]:
         """Returns path -> value of a trial's config, without its number of steps.
 
         Raises:
@@ -246,6 +246,6 @@ class Search:
         return whole - sum(flops for name, flops in shares.items() if name in results)
 
 
-def words(model: tuple[tuple[str, Any], ...]) -> str:
+def words(model: tuple[tuple[str, object], ...]) -> str:
     """Returns the drawn values of a model for tables."""
     return ", ".join(f"{name.rpartition('.')[2]} {shown(value)}" for name, value in model)

@@ -1,7 +1,7 @@
 """The kernel of dW on a Hopper GPU: a producer gathers by the table, two consumers multiply."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.chips.hopper.memory import run_groups, swizzled
+from sparse_dataflow.chips.hopper.memory import Ref, run_groups, swizzled
 from sparse_dataflow.chips.hopper.results import Results
 from sparse_dataflow.chips.hopper.tables import LineTables
 from sparse_dataflow.chips.hopper.tuning import CONSUMERS, SLICE_ROWS, GradientTiles
@@ -114,8 +114,10 @@ def unit_sums(
     """
 
     def body(index, slot, x, dy, out, *refs):
-        arrays = _Arrays(index, slot, x, dy, out)
-        run_groups(plan, arrays, _Scratch(*refs), _over_pairs, _consume, _produce)
+        arrays, scratch = _Arrays(index, slot, x, dy, out), _Scratch(*refs)
+        acts = [functools.partial(act, plan, arrays, scratch) for act in (_consume, _produce)]
+        over_pairs = functools.partial(_over_pairs, plan, arrays)
+        run_groups(plan.tiles.stages, scratch.empty, over_pairs, *acts)
 
     kernel = plgpu.kernel(
         body,
@@ -138,21 +140,21 @@ def unit_sums(
 class _Arrays(NamedTuple):
     """Arrays in device memory."""
 
-    index: Any
-    slot: Any
-    x: Any
-    dy: Any
-    out: Any
+    index: jax.Ref  # type: ignore[assignment]
+    slot: jax.Ref
+    x: jax.Ref
+    dy: jax.Ref
+    out: jax.Ref
 
 
-class _Scratch(NamedTuple):
+class _Scratch(NamedTuple, Generic[Ref]):
     """Shared memory: the ring of stages, its barriers, and slices of outgoing results."""
 
-    x: Any
-    dy: Any
-    full: Any
-    empty: Any
-    results: Any
+    x: Ref
+    dy: Ref
+    full: Ref
+    empty: Ref
+    results: Ref
 
 
 def _scratch(plan, dtype, result_dtype):
@@ -183,12 +185,12 @@ class _Unit(NamedTuple):
       tile_column: column of the tile inside its block.
     """
 
-    column: Any
+    column: jax.Array
     block_rows: list
     slot: list
     target: list
-    tile_row: Any
-    tile_column: Any
+    tile_row: jax.Array
+    tile_column: jax.Array
 
 
 def _over_pairs(plan, arrays, act):

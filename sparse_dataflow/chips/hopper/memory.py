@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,30 +15,32 @@ from sparse_dataflow.chips.hopper.tuning import CONSUMERS
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 """Registers per thread: 2 x 128 x 232 + 128 x 40 of a multiprocessor's 65,536."""
 
+Ref = TypeVar("Ref")
+"""A place in shared memory: its shape outside of the kernel, the ref inside."""
+
 
 def run_groups(
-    plan: Any, arrays: Any, scratch: Any, over: Callable, consume: Callable, produce: Callable
+    stages: int, empty: jax.Ref, over: Callable, consume: Callable, produce: Callable
 ) -> None:
     """Run two consumer warp groups and one producer warp group, each with its registers.
 
     Args:
-      plan: the static shape of the kernel; `plan.tiles.stages` is the length of the ring.
-      arrays: arrays in device memory.
-      scratch: shared memory; on the barriers `scratch.empty` consumers release stages.
-      over: (plan, arrays, act) calls `act` on each piece of work, and returns the stages of all.
-      consume: (plan, arrays, scratch, index of the consumer, *piece) multiplies and writes.
-      produce: (plan, arrays, scratch, *piece) fills the stages.
+      stages: length of the ring.
+      empty: barriers on which consumers release stages.
+      over: (act) calls `act` on each piece of work, and returns the stages of all.
+      consume: (index of the consumer, *piece) multiplies and writes.
+      produce: (*piece) fills the stages.
     """
-    group, stages, empty = lax.axis_index("group"), plan.tiles.stages, scratch.empty
+    group = lax.axis_index("group")
 
     def consumer():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        over(plan, arrays, functools.partial(consume, plan, arrays, scratch, group))
+        over(functools.partial(consume, group))
         plgpu.wait_smem_to_gmem(0)
 
     def producer():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        total = over(plan, arrays, functools.partial(produce, plan, arrays, scratch))
+        total = over(produce)
 
         # The program must outlive the cluster's last arrivals, and every barrier phase must be
         # waited for.
@@ -58,6 +61,6 @@ def transforms(columns: int, dtype) -> tuple:
     )
 
 
-def swizzled(shape: tuple[int, ...], dtype, columns: int | None = None) -> Any:
+def swizzled(shape: tuple[int, ...], dtype, columns: int | None = None) -> pl.MemoryRef:
     """Return a shared-memory scratch array, swizzled for rows of `columns` (default: last axis)."""
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns or shape[-1], dtype))

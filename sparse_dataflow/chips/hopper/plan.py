@@ -1,6 +1,6 @@
 """The order of a product's tiles in the Hopper kernels, and the stored blocks of each."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +106,9 @@ class ProductPlan(NamedTuple):
         return first_row + lax.rem(offset, height), lax.div(offset, height)
 
 
-def count_stored(slot: Any, fan: int, width: int, line: jax.Array, last: jax.Array) -> jax.Array:
+def count_stored(
+    slot: jax.Ref, fan: int, width: int, line: jax.Array, last: jax.Array
+) -> jax.Array:
     """Count the stored positions of a line; binary search only if the last one is padding.
 
     Args:

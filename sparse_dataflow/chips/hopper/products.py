@@ -30,7 +30,7 @@ block would take eight copies.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sparse_dataflow.chips.hopper.memory import run_groups, swizzled
+from sparse_dataflow.chips.hopper.memory import Ref, run_groups, swizzled
 from sparse_dataflow.chips.hopper.plan import ProductPlan, count_stored
 from sparse_dataflow.chips.hopper.tables import LineTables
 from sparse_dataflow.chips.hopper.tuning import CONSUMERS, SLICE_ROWS, ProductTiles
@@ -52,7 +52,7 @@ def line_product(
     tiles: ProductTiles,
     *,
     transposed: bool,
-    dtype: Any = jnp.bfloat16,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
     bias: jax.Array | None = None,
     activation: str | None = None,
     preactivation: jax.Array | None = None,
@@ -104,10 +104,13 @@ def line_product(
 
     def body(index, slot, x, values, *more):
         refs = list(more)
-        optional_refs = [refs.pop(0) if operand is not None else None for operand in optional]
-        results = [refs.pop(0), refs.pop(0) if with_preactivation else None]
-        arrays = _Arrays(index, slot, x, values, *optional_refs, *results)
-        run_groups(plan, arrays, _Scratch(*refs), _over_tiles, _consume, _produce)
+        bias_ref, before = (refs.pop(0) if operand is not None else None for operand in optional)
+        y, after = refs.pop(0), refs.pop(0) if with_preactivation else None
+        arrays = _Arrays(index, slot, x, values, bias_ref, before, y, after)
+        scratch = _Scratch(*refs)
+        acts = [functools.partial(act, plan, arrays, scratch) for act in (_consume, _produce)]
+        over_tiles = functools.partial(_over_tiles, plan, arrays)
+        run_groups(tiles.stages, scratch.empty, over_tiles, *acts)
 
     kernel = plgpu.kernel(
         body,
@@ -135,25 +138,25 @@ def line_product(
 class _Arrays(NamedTuple):
     """Arrays in device memory."""
 
-    index: Any
-    slot: Any
-    x: Any
-    values: Any
-    bias: Any
-    preactivation: Any
-    y: Any
-    preactivation_out: Any
+    index: jax.Ref  # type: ignore[assignment]
+    slot: jax.Ref
+    x: jax.Ref
+    values: jax.Ref
+    bias: jax.Ref | None
+    preactivation: jax.Ref | None
+    y: jax.Ref
+    preactivation_out: jax.Ref | None
 
 
-class _Scratch(NamedTuple):
+class _Scratch(NamedTuple, Generic[Ref]):
     """Shared memory: the ring of stages, its barriers, and slices of outgoing results."""
 
-    x: Any
-    block: Any
-    full: Any
-    empty: Any
-    results: Any
-    arrived: Any
+    x: Ref
+    block: Ref
+    full: Ref
+    empty: Ref
+    results: Ref
+    arrived: Ref
 
 
 def _slots(plan, with_preactivation):

@@ -1,7 +1,8 @@
 """Line tables and tile sizes of the block-sparse matmul on a Hopper GPU, from its operands."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -86,7 +87,7 @@ def default_tuning(
     )
 
 
-def _fans(merger: Any, block: int) -> dict[int, int]:
+def _fans(merger: Callable[[int], LineTables], block: int) -> dict[int, int]:
     """Return number of merged lines -> positions of the longest line.
 
     The supports of traced tables are unknown, so these always merge as many lines as fit a tile.

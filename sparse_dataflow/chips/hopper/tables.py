@@ -6,11 +6,14 @@ stores a block, the other's half is multiplied as zeros: TMA fills reads outside
 zeros, so no zeros are stored.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Table = np.ndarray | jax.Array
+"""A static layout's table, or an evolving one's, traced."""
 
 TERMS = ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (2, 0))
 """Pairs of bfloat16 components of the two factors that are multiplied.  The omitted pairs are below
@@ -29,11 +32,11 @@ class LineTables(NamedTuple):
         have -1.  Stored positions have nnz, outside `values`, for lines without this block.
     """
 
-    index: Any
-    slot: Any
+    index: Table  # type: ignore[assignment]
+    slot: Table
 
 
-def merge_lines(index: Any, slot: Any, width: int, others: int, stored: int) -> LineTables:
+def merge_lines(index: Table, slot: Table, width: int, others: int, stored: int) -> LineTables:
     """Merge every `width` adjacent lines.
 
     Args:
@@ -48,7 +51,7 @@ def merge_lines(index: Any, slot: Any, width: int, others: int, stored: int) -> 
       tables as wide as any layout of this fan needs.
     """
     concrete = isinstance(index, np.ndarray) and isinstance(slot, np.ndarray)
-    xp: Any = np if concrete else jnp
+    xp = np if concrete else jnp
     index, slot = xp.asarray(index), xp.asarray(slot)
     if width == 1:
         return LineTables(index, slot[..., None])

@@ -13,22 +13,9 @@ from sparse_dataflow.chips.tpu.matmul.tuning import (
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpTiles:
-    """Tiles of one fused kernel.
+class MlpTiles(products.RowTiles):
+    """Tiles of one fused kernel, and of the weights' streams in order of use."""
 
-    Attributes:
-      tokens: tokens of a tile, whose hidden activations are in VMEM; each weight is read once per
-        token tile.
-      buffers: 2 to copy the next token tile during compute, else 1.
-      rows: tokens of one dot.
-      lines: tile columns of a result in one grid step.
-      streams: tiles of the weights' streams, in order of use.
-    """
-
-    tokens: int
-    buffers: int
-    rows: int
-    lines: int
     streams: tuple[StreamTiles, ...]
 
 

@@ -8,7 +8,6 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from lm_eval.api.group import Group
@@ -35,7 +34,7 @@ class Task:
       own_shots: number of examples that its file gives, the most of a group; None for none.
     """
 
-    task: Any
+    task: object
     items: Sequence[Item] | None = None
     zero_shot_only: bool = False
     own_shots: int | None = None

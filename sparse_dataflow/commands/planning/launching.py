@@ -1,7 +1,6 @@
 """The commands that start a training run under a parallel plan; loads no jax."""
 
 import math
-from typing import Any
 
 from sparse_dataflow.commands.experiment_modules import command_of
 from sparse_dataflow.commands.planning.options import ModelOptions
@@ -29,7 +28,7 @@ def flags(options: ModelOptions, plan: ParallelPlan, tokens: float) -> str:
     Args:
       tokens: training tokens.
     """
-    values: dict[str, Any] = options.changes | {
+    values: dict[str, object] = options.changes | {
         "data.corpus": CORPUS,
         "training.steps": math.ceil(tokens / (plan.batch * options.sequence_length)),
         "training.sequence": options.sequence_length,

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.model import ModelConfig
@@ -44,7 +43,7 @@ class ModelOptions:
     )
 
     @property
-    def changes(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, object]:
         """Settings of a `RunConfig` that differ from those of the scale, by path."""
         return {}
 
@@ -69,7 +68,7 @@ class ModelOptions:
         return RECIPES[self.scale].batch
 
 
-def shape_changes(shape: str, others: frozenset[str] = frozenset()) -> dict[str, Any]:
+def shape_changes(shape: str, others: frozenset[str] = frozenset()) -> dict[str, object]:
     """Returns the settings that a text such as "num_layers=48,d_model=6144" changes, by path.
 
     Args:

@@ -84,7 +84,7 @@ def copied(place: Path) -> Path:
     return target / place.with_suffix(".yaml").name if place.is_file() else target
 
 
-def fields(path: Path, root: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+def fields(path: Path, root: Path, including: tuple[Path, ...] = ()) -> json_files.JsonObject:
     """Returns the fields of a task file and of what it includes, as lm-eval merges them.
 
     Args:
@@ -104,7 +104,7 @@ def fields(path: Path, root: Path, including: tuple[Path, ...] = ()) -> dict[str
     if not isinstance(value, dict):
         raise UserError("it has no fields")
     included = value.pop("include", [])
-    merged: dict[str, Any] = {}
+    merged: json_files.JsonObject = {}
     for name in included if isinstance(included, list) else [included]:
         if not isinstance(name, str):
             raise UserError("its include is no name of a file")
@@ -113,7 +113,7 @@ def fields(path: Path, root: Path, including: tuple[Path, ...] = ()) -> dict[str
     return merged | value
 
 
-def _checked(given: dict[str, Any], path: Path) -> dict[str, Any]:
+def _checked(given: json_files.JsonObject, path: Path) -> json_files.JsonObject:
     """Returns the fields of a task, or those that say why it is not loaded.
 
     Raises:
@@ -156,7 +156,7 @@ def _refuse_code(value, path):
             _refuse_code(each, path)
 
 
-def _refuse_fields(value: dict[str, Any]) -> None:
+def _refuse_fields(value: json_files.JsonObject) -> None:
     """Refuses fields that write, fetch code or count, beyond what a task needs.
 
     Raises:

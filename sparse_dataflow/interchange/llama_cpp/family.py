@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 TENSORS: Mapping[str, str] = {
     "embed.tokens": "token_embd.weight",
@@ -82,7 +81,7 @@ class Family:
     name: str
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     paired: bool = False
-    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     windows: bool = False
     windowed: bool = False

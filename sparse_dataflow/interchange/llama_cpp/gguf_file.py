@@ -15,6 +15,7 @@ import numpy as np
 
 from sparse_dataflow.data.local_files import needed_module
 from sparse_dataflow.files import storage
+from sparse_dataflow.files.json_files import JsonObject
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -90,7 +91,7 @@ class _Cursor:
         self.position = end
         return text
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int) -> object:
         if kind == _STRING:
             return self.string()
         if kind in _SCALARS:
@@ -176,7 +177,7 @@ class GgufFile:
         # Checked against the bytes that so many entries take at least, before any of them is read.
         tensors = cursor.count(_LEAST_TENSOR_BYTES, MOST_TENSORS)
         pairs = cursor.count(_LEAST_PAIR_BYTES, MOST_PAIRS)
-        self.metadata: dict[str, Any] = {}
+        self.metadata: JsonObject = {}
         for _ in range(pairs):
             key = cursor.string()
             if key in self.metadata:

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.data.local_files import needed_module
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange import architectures, tensor_names
 from sparse_dataflow.interchange.architectures import AUTO, Representation
 from sparse_dataflow.interchange.llama_cpp import metadata, vocabulary
@@ -104,7 +105,7 @@ def write(
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     written = metadata.write(chosen.name, chosen.representation.fields, shapes)
     tensors = {**tensors, **written.tensors}
-    values: dict[str, Any] = {"general.name": title, **written.metadata}
+    values: JsonObject = {"general.name": title, **written.metadata}
     values |= {"general.file_type": int(gguf.LlamaFileType[_FILE_TYPES[dtype]])}
     values |= {"general.quantization_version": gguf.GGML_QUANT_VERSION}
     values |= vocabulary.write(tokenizer, chosen.representation.model.vocab_size)
@@ -133,7 +134,7 @@ _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTL
                "q8_0": "MOSTLY_Q8_0"}  # fmt: skip
 
 
-def _adder(writer, value) -> Callable[[str, Any], None]:
+def _adder(writer, value) -> Callable[[str, object], None]:
     """Returns the method of a writer for a value."""
     methods = ((bool, writer.add_bool), (int, writer.add_uint32), (float, writer.add_float32),
                (str, writer.add_string), (list, writer.add_array))  # fmt: skip

@@ -7,7 +7,7 @@ here. What is written is read back, so that an export of a model that its family
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.rotary import frequencies
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 from sparse_dataflow.interchange import architectures
 from sparse_dataflow.interchange.architectures import Architecture
 from sparse_dataflow.interchange.config_rules import (
@@ -64,7 +65,7 @@ class Source(NamedTuple):
       factors: returns the numbers of one of FACTORS.
     """
 
-    metadata: Mapping[str, Any]
+    metadata: JsonObject
     shapes: Mapping[str, tuple[int, ...]]
     factors: Callable[[str], np.ndarray]
 
@@ -77,7 +78,7 @@ class _Keys:
         self.prefix = f"{self.family.name}."
         self.read: set[str] = set()
 
-    def get(self, key: str, default: object = None) -> Any:
+    def get(self, key: str, default: object = None) -> object:
         value = self.source.metadata.get(self.prefix + key, default)
         self.read.add(key)
         if isinstance(value, list) and len(set(value)) == 1:
@@ -144,7 +145,7 @@ def stored_row(row: Architecture, names: Mapping[str, object] | None = None) -> 
     )
 
 
-def read(source: Source) -> tuple[dict[str, Any], list[str]]:
+def read(source: Source) -> tuple[JsonObject, list[str]]:
     """Returns the fields of config.json of a file's model, and keys that change nothing here.
 
     Raises:
@@ -189,7 +190,7 @@ def _fields(name, keys):
             f"{keys.prefix}embedding_length={width!r}, and {_EMBEDDING} has the shape "
             f"{list(shapes[_EMBEDDING])}"
         )
-    fields: dict[str, Any] = {"model_type": name, "architectures": [row.class_name]}
+    fields: JsonObject = {"model_type": name, "architectures": [row.class_name]}
     for rule in row.rules:
         fields |= _read_rule(rule, keys)
     named = architectures.without_aliases(row, fields)
@@ -199,7 +200,7 @@ def _fields(name, keys):
     return fields
 
 
-def _read_rule(rule: FieldRule, keys: _Keys) -> dict[str, Any]:
+def _read_rule(rule: FieldRule, keys: _Keys) -> JsonObject:
     """Returns the fields that a rule of config.json reads."""
     match rule:
         # The key is optional, the tensor is not.
@@ -278,7 +279,7 @@ def _head_width(keys):
 
 
 def _read_rotary(rule, keys):
-    fields: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10_000.0)}
+    fields: JsonObject = {"rope_theta": keys.get("rope.freq_base", 10_000.0)}
     width = _head_width(keys)
     rotated = keys.get("rope.dimension_count", width)
     if rotated != width or rule.share:
@@ -354,12 +355,12 @@ class Written(NamedTuple):
       fields: config.json that is read from it.
     """
 
-    metadata: dict[str, Any]
+    metadata: JsonObject
     tensors: dict[str, np.ndarray]
-    fields: dict[str, Any]
+    fields: JsonObject
 
 
-def write(name: str, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Written:
+def write(name: str, fields: JsonObject, shapes: Mapping[str, tuple[int, ...]]) -> Written:
     """Returns the metadata of a model.
 
     Args:
@@ -373,7 +374,7 @@ def write(name: str, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     row = architectures.ARCHITECTURES[name]
     family, model = family_of(row), architectures.read_config(fields)
     named = architectures.without_aliases(row, fields)
-    values: dict[str, Any] = {"vocab_size": model.vocab_size}
+    values: JsonObject = {"vocab_size": model.vocab_size}
     for rule in row.rules:
         values |= _write_rule(rule, named, family, model)
     tensors = _factors(model, family)
@@ -399,7 +400,7 @@ _SAME_FUNCTION = ("rotary_scaling", "rotary_factor", "rotary_low", "rotary_high"
 """Fields whose effect `_factors` compares."""
 
 
-def _write_rule(rule, fields, family, model) -> dict[str, Any]:
+def _write_rule(rule, fields, family, model) -> JsonObject:
     """Returns the keys of a rule of config.json, without the name of the family."""
     match rule:
         case Same(theirs="vocab_size" | "tie_word_embeddings"):
@@ -428,7 +429,7 @@ def _write_rule(rule, fields, family, model) -> dict[str, Any]:
 
 
 def _write_rotary(rule, model):
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "rope.freq_base": model.rotary_base,
         "rope.dimension_count": model.rotated(model.head_width),
     }

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.data.tokenizer_library import BYTE_TOKEN
@@ -37,7 +36,7 @@ def _byte_level(use_regex):
 
 
 def _split(*patterns):
-    steps: list[dict[str, Any]] = [
+    steps: list[json_files.JsonObject] = [
         {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False}
         for p in patterns
     ]
@@ -54,7 +53,7 @@ _UPPER, _LOWER = _CASED
 _CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _LAST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-STEPS: Mapping[str, dict[str, Any]] = {
+STEPS: Mapping[str, json_files.JsonObject] = {
     "gpt-2": _byte_level(True),
     "smollm": _DIGITS,
     "llama-bpe": _LLAMA3,
@@ -87,7 +86,7 @@ _BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"}
 """Names with which texts begin with the begin of text where no key says so."""
 
 
-def read(metadata: Mapping[str, Any], rows: int) -> dict[str, bytes]:
+def read(metadata: json_files.JsonObject, rows: int) -> dict[str, bytes]:
     """Returns the files of the tokenizer in metadata: name -> content.
 
     Args:
@@ -118,7 +117,7 @@ def read(metadata: Mapping[str, Any], rows: int) -> dict[str, bytes]:
     fields = (_byte_level_fields if kind == _GPT2 else _sentence_fields)(
         metadata, tokens, types, vocab, added, start_token
     )
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: json_files.JsonObject = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {f"{name}_token": text for name, text in names.items() if text is not None}
     if _TEMPLATE in metadata:
         settings["chat_template"] = metadata[_TEMPLATE]
@@ -198,7 +197,7 @@ def _sentence_fields(metadata, tokens, types, vocab, added, start_token):
     prepend = {"type": "Prepend", "prepend": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    decoders: Sequence[Any] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    decoders: Sequence[object] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
     unknown = next((t for t, n in vocab.items() if types[n] == UNKNOWN), None)
     unknown = unknown or _token(metadata, tokens, _SPECIALS["unk"])
     fields |= {
@@ -210,7 +209,7 @@ def _sentence_fields(metadata, tokens, types, vocab, added, start_token):
     return fields
 
 
-def write(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+def write(tokenizer: Tokenizer, rows: int) -> json_files.JsonObject:
     """Returns the metadata of a tokenizer, in its original ids.
 
     Args:
@@ -241,7 +240,7 @@ def write(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     ids = tokenizer.original_ids or range(tokenizer.vocab_size)
     ends = [ids[number] for number in sorted(tokenizer.ends)]
-    metadata: dict[str, Any] = {
+    metadata: json_files.JsonObject = {
         f"{_KEY}tokens": tokens,
         f"{_KEY}token_type": types,
         f"{_KEY}eos_token_id": ids[tokenizer.eot_id],

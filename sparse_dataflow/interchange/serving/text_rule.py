@@ -1,7 +1,5 @@
 """How exported programs make ids of text and text of ids: the rule of `Tokenizer`, as data."""
 
-from typing import Any
-
 import numpy as np
 
 from sparse_dataflow.data import tokenizer_library
@@ -9,7 +7,7 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import json_files
 
 
-def text_rule(tokenizer: Tokenizer) -> dict[str, Any] | None:
+def text_rule(tokenizer: Tokenizer) -> json_files.JsonObject | None:
     """Returns the field "text" of a config.json, which the programs read, in the ids of the export.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from sparse_dataflow.chips.tpu.grouped_matmul.windows import Columns
 from sparse_dataflow.chips.tpu.matmul.tuning import LANES, budget, device, even
@@ -16,6 +16,8 @@ LARGEST_DOT = 2**22
 
 ROWS = 16
 """Tokens are padded to a multiple of a bfloat16 tile's rows, and for dW to at least LANES."""
+
+Tiles = TypeVar("Tiles")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,9 @@ def streams_x(sides: tuple[Columns, Columns]) -> bool:
     return sides[0].width <= sides[1].width
 
 
-def _first_fitting(tokens: int, columns: Columns, multiple: int, fitting: Callable) -> Any:
+def _first_fitting(
+    tokens: int, columns: Columns, multiple: int, fitting: Callable[[int, int], Tiles | None]
+) -> Tiles | None:
     """Return the tiles of the widest features that fit, and then the most tokens.
 
     All cores should get equally many feature tiles.

@@ -133,9 +133,9 @@ class Window(NamedTuple):
     columns: Columns
     tiled: bool
     core: Index
-    hbm: Any
-    buffers: Any
-    semaphores: Any
+    hbm: jax.Ref
+    buffers: jax.Ref
+    semaphores: jax.Ref
 
     @staticmethod
     def scratch(grid: Grid, tile: int, dtype, buffers: int = 2) -> list:
@@ -143,7 +143,7 @@ class Window(NamedTuple):
         shape = (buffers, grid.token_tile, tile)
         return [pltpu.VMEM(shape, dtype), pltpu.SemaphoreType.DMA((buffers,))]
 
-    def at(self, step: Index) -> Any:
+    def at(self, step: Index) -> jax.Ref:
         """Return the VMEM ref of a step."""
         return self.buffers.at[self._buffer(step)]
 
@@ -165,7 +165,7 @@ class Window(NamedTuple):
         buffer = self.at(step)
         pltpu.make_async_copy(buffer, buffer, self.semaphores.at[self._buffer(step)]).wait()
 
-    def reuse(self, step: Index) -> Any:
+    def reuse(self, step: Index) -> jax.Ref:
         """Return the ref for a step's results, once the copies of step - 2 are complete."""
 
         @pl.when(step >= 2)
@@ -207,7 +207,7 @@ class TransposedWindow(NamedTuple):
     """
 
     window: Window
-    transposed: Any
+    transposed: jax.Ref
 
     @staticmethod
     def scratch(grid: Grid, width: int, dtype, buffers: int = 2) -> list:
@@ -215,7 +215,7 @@ class TransposedWindow(NamedTuple):
         transposed = pltpu.VMEM((2, width, grid.token_tile), dtype)
         return [*Window.scratch(grid, width, dtype, buffers), transposed]
 
-    def at(self, step: Index) -> Any:
+    def at(self, step: Index) -> jax.Ref:
         """Return the transposed tile of a step."""
         return self.transposed.at[lax.rem(step, 2)]
 

@@ -1,7 +1,5 @@
 """Tile tables and tile sizes of the block-sparse matmul on a TPU, from its operands."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -86,7 +84,7 @@ def _tiles(x, values, lines, activated):
         product_operand(x, values, lines, transposed) for transposed in (False, True)
     )
     gradient = backward if gathers_dy(lines, activated) else forward
-    tiles: dict[str, Any] = {
+    tiles = {
         "forward": sizes.product_tiles(forward, 3, budget, cores),
         "input_gradient": sizes.product_tiles(backward, 1, budget, cores),
         "weight_gradient": sizes.gradient_tiles(gradient, activated, budget, cores),

@@ -18,12 +18,12 @@ from sparse_dataflow.chips.tpu.matmul.tables import TileTables, chunked
 from sparse_dataflow.chips.tpu.matmul.tuning import StreamTiles
 
 
-def pop_if(present: bool, refs: list) -> Any:
+def pop_if(present: bool, refs: list[jax.Ref]) -> Any:
     """Pop the next of a kernel's refs if it is present, else return None."""
     return refs.pop(0) if present else None
 
 
-def wait_for(count: int | jax.Array, blocks_ref: Any, semaphore: Any) -> None:
+def wait_for(count: int | jax.Array, blocks_ref: jax.Ref, semaphore: jax.Ref) -> None:
     """Wait for the copies of `count` blocks of a ref [blocks, ...], in powers of two."""
     # A wait needs a static size, and `count` is traced: 5 copies are waited for as 1 and 4.
     for bit in range(blocks_ref.shape[0].bit_length()):
@@ -135,12 +135,12 @@ class Stream(NamedTuple):
 
     shape: StreamShape
     passes: int | jax.Array
-    stored_ref: Any
-    index_ref: Any
-    slot_ref: Any
-    values_hbm: Any
-    buffers_ref: Any
-    arrived: Any
+    stored_ref: jax.Ref
+    index_ref: jax.Ref
+    slot_ref: jax.Ref
+    values_hbm: jax.Ref
+    buffers_ref: jax.Ref
+    arrived: jax.Ref
     tiles_ref: Any = None
 
     def start(self):
@@ -152,9 +152,9 @@ class Stream(NamedTuple):
         self,
         pass_number: jax.Array,
         line: jax.Array,
-        x_ref: Any,
+        x_ref: jax.Ref,
         rows: int,
-        sum_ref: Any,
+        sum_ref: jax.Ref,
         finish: Callable,
     ) -> None:
         """Multiply x by one line of the weight.
@@ -298,9 +298,9 @@ class Rows(NamedTuple):
       arrived: one semaphore per buffer.
     """
 
-    hbm: Any
-    buffers_ref: Any
-    arrived: Any
+    hbm: jax.Ref
+    buffers_ref: jax.Ref
+    arrived: jax.Ref
 
     @staticmethod
     def scratch(array, tokens: int, buffers: int) -> list:

@@ -5,11 +5,14 @@ costs its full product however few of its blocks are stored: up to (128 / block)
 work for scattered blocks, no extra work if supports come in runs of 128 features.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Table = np.ndarray | jax.Array
+"""A static layout's table, or an evolving one's, traced."""
 
 
 class TileTables(NamedTuple):
@@ -22,12 +25,12 @@ class TileTables(NamedTuple):
         side) of a tile; -1 if it is not stored.
     """
 
-    count: Any
-    index: Any
-    slot: np.ndarray | jax.Array
+    count: Table  # type: ignore[assignment]
+    index: Table  # type: ignore[assignment]
+    slot: Table
 
 
-def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
+def tile_tables(index: Table, slot: Table, others: int, ratio: int) -> TileTables:
     """Return tables of tiles of `ratio` x `ratio` blocks.
 
     Args:
@@ -41,7 +44,7 @@ def tile_tables(index: Any, slot: Any, others: int, ratio: int) -> TileTables:
       any layout of this fan needs.
     """
     concrete = isinstance(index, np.ndarray) and isinstance(slot, np.ndarray)
-    xp: Any = np if concrete else jnp
+    xp = np if concrete else jnp
     index, slot = xp.asarray(index, np.int32), xp.asarray(slot, np.int32)
     if ratio == 1:
         return _compact(xp, index, slot)
