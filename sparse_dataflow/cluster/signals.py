@@ -248,6 +248,7 @@ def _end(status, words):
         cleaning.join(CLEANUP_SECONDS)
     with contextlib.suppress(Exception):
         print(words, file=sys.stderr, flush=True)
+    # In a thread sys.exit would end the thread alone.
     os._exit(status)
 
 

@@ -430,6 +430,7 @@ def fetch(address: Address, entries: dict[str, Entry], folder: Path) -> None:
       OSError: an object cannot be read, or a file cannot be written.
     """
     for name in entries:
+        # A bucket may hold names that lead out of the folder.
         if {"", ".", ".."} & set(name.split("/")) or "\0" in name:
             raise UserError(f"{address} holds {name[:60]!r}, which no file can be called.")
     missing = {

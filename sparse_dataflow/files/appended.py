@@ -37,6 +37,7 @@ class AppendedFile:
                     self._file = storage.open_regular(self.path, "a+b")
                     if self._file.seek(0, os.SEEK_END) and not _ends_with_newline(self._file):
                         self._file.write(b"\n")
+                # Noted before the write, so that a flush in between does not miss it.
                 with _lock:
                     _unflushed.add(self.path)
                 self._file.write(line + b"\n")

@@ -114,6 +114,7 @@ def derive(
     if (facts := read(path, origin)) is not None:
         return Derived(path, facts)
     with lock() if lock else contextlib.nullcontext():
+        # Another maker may have finished while this one waited for the lock.
         if lock and (facts := read(path, origin)) is not None:
             return Derived(path, facts)
         _make_folder(store)

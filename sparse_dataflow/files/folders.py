@@ -179,6 +179,7 @@ def _marked(folder, owner) -> bool:
                 return False
             raise
         except OSError as error:
+            # Without links a rename makes the mark whole too, but it would replace another's.
             if error.errno not in _NO_LINKS or os.path.lexists(path):
                 raise
             whole.rename(path)

@@ -132,6 +132,8 @@ def seconds_by_category(attempts: Iterable[JsonObject], productive: float) -> di
     trained, before = 0.0, None
     for row in attempts:
         if before is not None and not before["ended"]:
+            # A killed attempt has no end, so the time from its last row to the next attempt is
+            # lost.
             gap = row["began"] - before["began"] - before["elapsed"]
             totals["lost"] += max(0.0, gap)
         for activity, seconds in row["seconds"].items():

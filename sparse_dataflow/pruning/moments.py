@@ -189,6 +189,7 @@ def _near_mean(rows):
 @jax.jit
 def _batch_sums(x: jax.Array, y: jax.Array, *centre: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the sums of `Moments` of one batch in float32: x [tokens, in], y [tokens, out]."""
+    # Before the products: a mean far from 0 would take the digits of float32 from the deviations.
     x, y = (a.astype(jnp.float32) - c for a, c in zip((x, y), centre))
     product = lambda a, b: jnp.matmul(a.T, b, precision=jax.lax.Precision.HIGHEST)  # noqa: E731
     return product(x, x), product(x, y), jnp.square(y).sum(0), x.sum(0), y.sum(0)

@@ -172,6 +172,7 @@ def _least(error):
         return errors[number]
 
     best = FIRST
+    # The error is taken to have one minimum, so a side on which it falls is the side of it.
     for step in (-1, 1):
         while at(best + step) < at(best):
             best += step

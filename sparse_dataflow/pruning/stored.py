@@ -50,6 +50,7 @@ def sparse_layer(
     old, one = (_one_layer(model, layer.number) for model in (dense, new))
     params = jax.tree.map(lambda leaf: jnp.array(leaf)[None], layer_arrays(layer.weights))
     state = TrainState(jnp.zeros((), jnp.int32), {"blocks": params}, (), jax.random.key(0))
+    # A second reference would keep the dense layer while its blocks are made.
     del params
     stored = stored_of_layer(new, layer.masks, before, layer.number)
     state = change_model(state, old, one, given={name: [each] for name, each in stored.items()})
