@@ -265,4 +265,4 @@ def allocation_table(
 def _row(model, name, share):
     spec, sides = model.linear(name), model.projection_shape(name)
     grid, density, stored = spec.weight.row(spec, sides)
-    return f"{name:<11}{grid:>11}{density:>9}{stored:>16}{share:>8.1%}"
+    return f"{name:<11}{grid:>11}{density:>9} {stored:>15}{share:>8.1%}"

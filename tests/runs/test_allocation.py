@@ -91,6 +91,12 @@ def test_compute_spends_the_flops_of_uniform_and_equal_shapes_store_equally(
     assert allocated.linear("attn_out").density >= allocated.linear("mlp_in").density
 
 
+def test_masked_rows_are_a_word_of_their_own_in_the_table():
+    rows = LinearSpec("masked", "masked", 0.5, 1, block_outputs=16)
+    table = allocation_table(SIZES["nano"].with_linears(rows, PROJECTIONS), flops)
+    assert "0.5 blocks of 1 x 16" in table
+
+
 def test_uniform_changes_nothing():
     model = sparse()
     assert allocate(model, "uniform") is model
