@@ -389,7 +389,9 @@ def _points(told) -> str:
     text = f"{100 * told['difference']:+.1f}"
     if told["low"] is None:
         return text
-    return f"{text} ({100 * told['low']:+.1f} to {100 * told['high']:+.1f})"
+    # The interval of few documents is wider than any difference of shares.
+    low, high = max(told["low"], -1.0), min(told["high"], 1.0)
+    return f"{text} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def _nats(told) -> str:

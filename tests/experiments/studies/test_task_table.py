@@ -53,6 +53,11 @@ def test_an_average_over_tasks_keeps_the_seeds_together(task_table):
     assert measured.seeds == pytest.approx(seeds) and measured.items == pytest.approx(0.01)
 
 
+def test_the_printed_interval_of_shares_ends_where_no_difference_is_larger(task_table):
+    told = {"difference": -0.2, "low": -2.741, "high": 2.341}
+    assert task_table._points(told) == "-20.0 (-100.0 to +100.0)"
+
+
 @pytest.mark.parametrize(
     ("models", "words"),
     [
