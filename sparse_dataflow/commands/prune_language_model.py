@@ -155,7 +155,7 @@ def _spec(
         try:
             make_layout(spec.pattern, *shape, spec.block, spec.density)
         except UserError as error:
-            raise UserError(f"{name}: {error} Or leave it out with `where`.") from None
+            raise UserError(f"{name}: {error} In Python `where` leaves it out.") from None
         return spec
     try:
         share = groups.count(shape, density) / (groups.pool or groups.grid(shape)[0])
@@ -202,8 +202,8 @@ def _selected(model, where):
     for name in names:
         if (weight := model.linear(name).weight) is not Dense:
             raise UserError(
-                f"{name} has {weight.words} already; legal: dense weights. Or leave it out with "
-                "`where`."
+                f"{name} has {weight.words} already; legal: dense weights, of a run by export "
+                "--run=RUN --variant=dense --to=DIR. In Python `where` leaves it out."
             )
     return names
 
