@@ -226,7 +226,8 @@ class Progress:
 
     def stage(self, activity: str) -> None:
         """Shows what happens after the last step, such as "writing the report"."""
-        self._show(f"{self._head()}{_SEPARATOR}{activity}")
+        left = in_words(self.time_left.seconds())
+        self._show(f"all steps are done{_SEPARATOR}{left} left{_SEPARATOR}{activity}")
 
     def close(self) -> None:
         """Ends the line on a terminal, which stays on the screen."""

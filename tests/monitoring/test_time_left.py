@@ -235,7 +235,7 @@ def test_a_log_has_plain_lines(lines, monkeypatch):
     shown(False, monkeypatch)
     assert len(lines) == 4 and not any("\r" in line for line in lines)
     assert re.fullmatch(r" *\d+% · 2 s left · sparse 1/3 loss 2\.000", lines[0])
-    assert lines[-1].endswith("· writing the report")
+    assert lines[-1] == "all steps are done · 0 s left · writing the report"
 
 
 def test_a_terminal_has_one_line_that_changes(lines, monkeypatch):
