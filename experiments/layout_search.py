@@ -53,7 +53,9 @@ class Options(ModelOptions):
         "h100",
         f"Chip: {', '.join(CHIPS)}, the start of one, or a TOML file that describes your own.",
     )
-    chips: int = setting(8, "Number of chips, all of which are used.", legal=AT_LEAST_ONE)
+    chips: int = setting(
+        8, "Number of chips of --hardware, all of which are used.", legal=AT_LEAST_ONE
+    )
     feature: int = setting(
         1,
         "Largest size of the mesh axis feature that is priced; 1 leaves the axis out.",
