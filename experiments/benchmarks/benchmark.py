@@ -168,6 +168,8 @@ def compared(
     ratio = paired.paired_ratio(seconds["dense"], seconds["sparse"])
     reached = f"{bound} {ceiling:.2f}x, reached {ratio['ratio'] / ceiling:.0%}"
     print(f"dense / sparse: {paired.ratio_text(ratio)}; {reached}")
+    if ratio["ratio"] > ceiling:
+        print("  above 100%: often the machine is busy; measure again on an idle one")
     return {**ratio, "rows": rows}
 
 
