@@ -6,6 +6,7 @@ import functools
 import jax
 import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model.partition import without_tables
@@ -33,14 +34,15 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     weights = executor.place_layouts(weights, trained.model, changing=False)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))
 
-    def forward(batch, places):
-        (rows, length), count = batch.tokens.shape, places.shape[1]
+    def forward(tokens, places, targets):
+        (rows, length), count = tokens.shape, places.shape[1]
         padding = -length % tensor
+        batch = Batch(np.pad(tokens, ((0, 0), (0, padding))))
         # A place counts tokens of the flat batch, so each row before it adds its padding.
-        places = places + places // length * padding
-        batch = batch.map_rows(lambda array: np.pad(array, ((0, 0), (0, padding))))
-        places = np.pad(places, ((0, 0), (0, -count % tensor)))
-        outputs = program(weights, executor.put(batch, rows), executor.put(places, shards))
+        selected = (places + places // length * padding, targets)
+        padded = (np.pad(array, ((0, 0), (0, -count % tensor))) for array in selected)
+        put = (executor.put(array, shards) for array in padded)
+        outputs = program(weights, executor.put(batch, rows), *put)
         return [output[:, :count] for output in outputs]
 
     return forward

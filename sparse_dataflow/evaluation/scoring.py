@@ -1,14 +1,16 @@
 """Log-likelihoods of many continuations of different lengths, in batches of few shapes.
 
-A request is (context tokens, continuation tokens). Requests are sorted by length and split into
-batches of about the same number of tokens. Lengths are rounded up to at most `BUCKETS` values,
-chosen to minimise padding, so a pass compiles few programs. Padding follows the request, where a
-causal model does not see it. Logits are computed for continuation tokens only; batches of the same
-length have about the same number of them, and therefore one shape.
+A request is (context tokens, continuation tokens), all of which but the last are read. What another
+request begins with is read there, so a question whose choices are tokens is read once. These rows
+are sorted by length and split into batches of about the same number of tokens. Lengths are rounded
+up to at most `BUCKETS` values, chosen to minimise padding, so a pass compiles few programs. Padding
+follows the row, where a causal model does not see it. Logits are computed for continuation tokens
+only; batches of one length have about the same number of them, and therefore one shape.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -24,10 +26,10 @@ Request = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
 """Log-likelihood of the continuation in nats, and whether greedy decoding generates it."""
 
-Forward = Callable[[Batch, np.ndarray], tuple[jax.Array, jax.Array]]
-"""(tokens and targets, int32 [shards, S] places) -> float32 [shards, S] losses, bool [shards, S]
-whether the target is the most likely token. Shard i has rows i * B / shards to (i + 1) * B /
-shards. Its places index the flattened targets of its rows."""
+Forward = Callable[[np.ndarray, np.ndarray, np.ndarray], Sequence[jax.Array]]
+"""(int32 [B, T] tokens, int32 [shards, S] places and next tokens) -> float32 [shards, S] losses,
+bool [shards, S] whether the next token is the most likely one. Shard i has rows i * B / shards to
+(i + 1) * B / shards. Its places index the flattened tokens of its rows."""
 
 TOKENS = 2**13
 """Of a batch of a model that is of no run, whose context may be as long."""
@@ -59,11 +61,6 @@ class Limits:
         fit = max(1, self.tokens // length)
         return max(1, fit // self.shards) * self.shards
 
-    def all_positions(self, length: int) -> np.ndarray:
-        """Returns all positions of a batch of this length, int32 [shards, S]."""
-        positions = np.arange(self.rows(length) // self.shards * length, dtype=np.int32)
-        return np.tile(positions, (self.shards, 1))
-
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -71,7 +68,7 @@ class Counts:
 
     Attributes:
       truncated: number of requests truncated on the left to fit the context.
-      tokens: tokens of the requests after truncation.
+      tokens: tokens of the rows that were read.
       padded: tokens processed, including padding.
       lengths: sequence lengths of the batches.
     """
@@ -83,13 +80,8 @@ class Counts:
     lengths: frozenset[int] = frozenset()
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.requests + other.requests,
-            self.truncated + other.truncated,
-            self.tokens + other.tokens,
-            self.padded + other.padded,
-            self.lengths | other.lengths,
-        )
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return Counts(*(a | b if isinstance(a, frozenset) else a + b for a, b in pairs))
 
 
 def single_device_forward(trained: Model) -> Forward:
@@ -98,9 +90,9 @@ def single_device_forward(trained: Model) -> Forward:
     params, layouts = split_layouts(trained.params)
 
     @jax.jit
-    def program(params, batch, places):
-        weights = weights_of(params, layouts)
-        outputs = whole.token_scores(trained.model, weights, batch, places.reshape(-1))
+    def program(params, tokens, *selected):
+        weights, ours = weights_of(params, layouts), (array.reshape(-1) for array in selected)
+        outputs = whole.token_scores(trained.model, weights, Batch(tokens), *ours)
         return tuple(output[None] for output in outputs)
 
     return functools.partial(program, params)
@@ -126,26 +118,28 @@ def score(
     Raises:
       UserError: a continuation is longer than the context, or it or a context is empty.
     """
-    rows = [_truncate(request, limits.context) for request in requests]
-    lengths = [len(tokens) - 1 for tokens, _ in rows]
+    texts = [_truncate(request, limits.context) for request in requests]
+    rows = _rows(texts)
+    lengths = [len(texts[row[-1]][0]) - 1 for row in rows]
+    places = [sum(texts[i][1] for i in row) for row in rows]
     buckets = bucket_lengths(lengths, limits.context)
-    batches = _batches(rows, lengths, buckets, limits)
-    max_positions = dict.fromkeys(buckets, 0)
+    batches = _batches(rows, lengths, places, buckets, limits)
+    max_places = dict.fromkeys(buckets, 0)
     for shards, length in batches:
-        counts = (sum(rows[i][1] for i in shard) for shard in shards)
-        max_positions[length] = max(max_positions[length], *counts)
-    scores: list[Score] = [(0.0, True)] * len(rows)
+        counts = (sum(texts[i][1] for row in shard for i in row) for shard in shards)
+        max_places[length] = max(max_places[length], *counts)
+    scores: list[Score] = [(0.0, True)] * len(texts)
     padded, in_flight = 0, []
     for shards, length in batches:
-        batch, positions = _arrays(shards, rows, length, limits, max_positions[length])
-        padded += batch.targets.size
-        in_flight.append((shards, forward(batch, positions)))
+        tokens, *selected, parts = _arrays(shards, texts, length, limits, max_places[length])
+        padded += tokens.size
+        in_flight.append((parts, forward(tokens, *selected)))
         if len(in_flight) > 2:  # Keeps the device busy while bounding the outputs in its memory.
-            _collect(in_flight.pop(0), rows, scores)
+            _collect(*in_flight.pop(0), scores)
     for results in in_flight:
-        _collect(results, rows, scores)
+        _collect(*results, scores)
     truncated = sum(len(a) + len(b) > limits.context + 1 for a, b in requests)
-    return scores, Counts(len(rows), truncated, sum(lengths), padded, frozenset(buckets))
+    return scores, Counts(len(texts), truncated, sum(lengths), padded, frozenset(buckets))
 
 
 def bucket_lengths(lengths: Sequence[int], context: int, buckets: int = BUCKETS) -> list[int]:
@@ -190,60 +184,68 @@ def _truncate(request, context) -> tuple[np.ndarray, int]:
     return np.asarray([*before, *after], np.int32)[-(context + 1) :], len(after)
 
 
-def _batches(rows, lengths, buckets, limits) -> list[tuple[list[list[int]], int]]:
-    """Returns (request indices of each shard, length) of every batch.
+def _rows(texts) -> list[list[int]]:
+    """Returns the requests of each row, of the fewest rows; what the last one reads has all."""
+    read = [tuple(tokens[:-1].tolist()) for tokens, _ in texts]
+    rows: list[list[int]] = []
+    # What a sequence begins with is sorted before it, so in this order it follows it.
+    for i in sorted(range(len(read)), key=read.__getitem__, reverse=True):
+        if not rows or read[rows[-1][0]][: len(read[i])] != read[i]:
+            rows.append([])
+        rows[-1].append(i)
+    return [row[::-1] for row in rows]
 
-    First splits the requests longest first, so the rows left over in the last batch of a length are
-    filled with shorter requests. Then distributes the requests of each length over its shards by
-    their number of scored tokens, so that all shards score about the same number.
+
+def _batches(rows, lengths, places, buckets, limits) -> list[tuple[list[list[list[int]]], int]]:
+    """Returns (rows of each shard, length) of every batch.
+
+    Rows are split longest first, so the last batch of a length is filled with shorter ones.  Those
+    of a length go to its shards by their scored tokens, so that all shards score about as many.
     """
     order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-    requests: dict[int, list[int]] = {}
-    batch_counts: dict[int, int] = {}
+    by_length: dict[int, list[int]] = {}
     start = 0
     while start < len(order):
         length = min(bucket for bucket in buckets if bucket >= lengths[order[start]])
         stop = start + limits.rows(length)
-        requests.setdefault(length, []).extend(order[start:stop])
-        batch_counts[length] = batch_counts.get(length, 0) + 1
+        by_length.setdefault(length, []).extend(order[start:stop])
         start = stop
     batches = []
-    for length, count in batch_counts.items():
-        by_scored = sorted(requests[length], key=lambda i: rows[i][1])
-        shard_count = count * limits.shards
-        shards = [by_scored[shard::shard_count] for shard in range(shard_count)]
+    for length, numbers in by_length.items():
+        by_places = sorted(numbers, key=places.__getitem__)
+        count = math.ceil(len(numbers) / limits.rows(length))
+        step = count * limits.shards
+        shards = [[rows[i] for i in by_places[shard::step]] for shard in range(step)]
         batches += [(shards[first::count], length) for first in range(count)]
     return batches
 
 
-def _arrays(shards, rows, length, limits, max_positions):
-    """Returns (tokens and targets, int32 [shards, S] positions) of a batch."""
+def _arrays(shards, texts, length, limits, max_places):
+    """Returns (tokens, places, next tokens, where each request's of these are) of a batch."""
     shard_rows = limits.rows(length) // limits.shards
-    tokens = np.zeros((limits.shards, shard_rows, length + 1), np.int32)
-    size = min(_round_up(max_positions, _POSITIONS_MULTIPLE), shard_rows * length)
-    positions = np.zeros((limits.shards, size), np.int32)
-    for shard, indices in enumerate(shards):
+    tokens = np.zeros((limits.shards, shard_rows, length), np.int32)
+    size = _round_up(max_places, _POSITIONS_MULTIPLE)
+    (places, targets), parts = np.zeros((2, limits.shards, size), np.int32), []
+    for shard, rows in enumerate(shards):
         start = 0
-        for row, i in enumerate(indices):
-            request, scored = rows[i]
-            tokens[shard, row, : len(request)] = request
-            end = row * length + len(request) - 1
-            positions[shard, start : start + scored] = np.arange(end - scored, end)
-            start += scored
-    return Batch.from_windows(tokens.reshape(-1, length + 1)), positions
+        for number, row in enumerate(rows):
+            for i in row:  # The last one is the longest.
+                text, scored = texts[i]
+                part, end = (shard, slice(start, start + scored)), len(text) - 1
+                tokens[shard, number, :end] = text[:-1]
+                places[part] = np.arange(end - scored, end) + number * length
+                targets[part] = text[-scored:]
+                parts.append((i, part))
+                start += scored
+    return tokens.reshape(-1, length), places, targets, parts
 
 
 def _round_up(count, multiple):
     return -(-count // multiple) * multiple
 
 
-def _collect(results, rows, scores):
-    shards, outputs = results
+def _collect(parts, outputs, scores):
     losses, is_largest = jax.device_get(outputs)
-    for shard, indices in enumerate(shards):
-        start = 0
-        for i in indices:
-            stop = start + rows[i][1]
-            loss = losses[shard, start:stop].sum(dtype=np.float64)
-            scores[i] = (-float(loss), bool(is_largest[shard, start:stop].all()))
-            start = stop
+    for i, part in parts:
+        loss = losses[part].sum(dtype=np.float64)
+        scores[i] = (-float(loss), bool(is_largest[part].all()))

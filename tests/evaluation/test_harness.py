@@ -87,12 +87,11 @@ def test_a_custom_forward_is_used(harness, trained):
     model, calls = trained("dense"), []
     inner = scoring.single_device_forward(model)
 
-    def forward(batch, positions):
-        calls.append(batch.tokens.shape)
-        half = len(batch.tokens) // 2
-        halves = [batch.map_rows(lambda a, i=i: a[i * half : (i + 1) * half]) for i in (0, 1)]
-        outputs = [inner(half, local[None]) for half, local in zip(halves, positions)]
-        return tuple(np.concatenate(shards) for shards in zip(*outputs))
+    def forward(tokens, places, targets):
+        calls.append(tokens.shape)
+        shards = zip(np.split(tokens, 2), places, targets)
+        outputs = [inner(rows, where[None], after[None]) for rows, where, after in shards]
+        return tuple(map(np.concatenate, zip(*outputs)))
 
     limits = scoring.Limits(32, 64, shards=2)
     requests = [make_request("the abcd", " of the"), make_request("", "the")]

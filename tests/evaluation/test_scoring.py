@@ -83,11 +83,9 @@ def test_a_model_of_no_run_has_batches_of_bounded_tokens(trained, sequence, toke
 def recording_forward(shapes):
     """Returns a forward that records shapes and returns each target's id as its loss."""
 
-    def forward(batch, positions):
-        shapes.append((batch.tokens.shape, positions.shape))
-        targets = batch.targets.reshape(len(positions), -1)
-        losses = np.take_along_axis(targets, positions, axis=1).astype(np.float32)
-        return losses, np.ones(losses.shape, bool)
+    def forward(tokens, places, targets):
+        shapes.append((tokens.shape, places.shape))
+        return targets.astype(np.float32), np.ones(targets.shape, bool)
 
     return forward
 
@@ -101,11 +99,47 @@ def test_batches_have_few_shapes_and_scores_keep_the_order(sizes, shards):
     scores, counts = score(recording_forward(shapes), limits, requests)
     assert [s for s, _ in scores] == [-float(sum(after)) for _, after in requests]
     assert len(set(shapes)) <= scoring.BUCKETS
-    for (rows, width), (position_shards, count) in shapes:
-        assert rows % shards == 0 and width <= 128
-        assert position_shards == shards and count <= rows // shards * width
+    for (rows, width), (place_shards, _) in shapes:
+        assert rows % shards == 0 and width <= 128 and place_shards == shards
     assert counts.truncated == sum(a + b > 129 for a, b in sizes)
     assert counts.padded == sum(rows * width for (rows, width), _ in shapes)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), min_size=1, max_size=30))
+def test_what_another_request_begins_with_is_read_there(sizes):
+    """Of two ids, many requests are the beginnings of others."""
+    requests = draw_requests(2, sizes)
+    read = {tuple([*before, *after][:-1]) for before, after in requests}
+    alone = [a for a in read if not any(a == b[: len(a)] and a != b for b in read)]
+
+    def forward(tokens, places, targets):
+        """The loss of a token is a hash of what stands in front of it, and of itself."""
+        width = tokens.shape[1]
+        losses = [
+            hash((*tokens[place // width, : place % width + 1].tolist(), int(target))) % 1000
+            for place, target in zip(places[0], targets[0])
+        ]
+        return np.array([losses], np.float32), np.ones((1, len(losses)), bool)
+
+    def loss(before, after):
+        texts = ([*before, *after[: n + 1]] for n in range(len(after)))
+        return sum(hash(tuple(text)) % 1000 for text in texts)
+
+    scores, counts = score(forward, Limits(context=16, tokens=64), requests)
+    assert [value for value, _ in scores] == [-loss(*request) for request in requests]
+    assert counts.tokens == sum(map(len, alone))
+
+
+def test_a_question_whose_choices_are_tokens_is_read_once(trained):
+    model = trained("dense")
+    forward, limits = scoring.single_device_forward(model), scoring.batch_limits(model)
+    question = draw_requests(model.model.vocab_size, [(20, 1)])[0][0]
+    choices = [(question, [choice]) for choice in (3, 5, 7, 9)]
+    scores, counts = score(forward, limits, choices)
+    assert (counts.requests, counts.tokens) == (4, 20)
+    alone = [score(forward, limits, [choice])[0][0] for choice in choices]
+    np.testing.assert_allclose([s for s, _ in scores], [s for s, _ in alone], rtol=1e-5)
 
 
 @settings(max_examples=40)

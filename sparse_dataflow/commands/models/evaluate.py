@@ -308,17 +308,16 @@ def _losses(trained, held_out, answers, limit, forward, limits):
     Returns:
       float [tokens] loss in nats, int [tokens] number of its document, and their UTF-8 bytes.
     """
-    sequence, windows = trained.training.sequence, FINAL_WINDOWS
-    if limit:
-        sequence = min(sequence, WINDOW)
-        windows = limit // sequence
+    sequence = min(trained.context, WINDOW) if limit else trained.context
+    windows = limit // sequence or FINAL_WINDOWS
     kind = AnswerEvalBatches if answers else EvalBatches
     batches = kind(held_out, limits.rows(sequence), sequence, windows)
-    places = limits.all_positions(sequence)
     losses = []
     for batch in batches:
         counted = batch.token_weights.reshape(-1) > 0
-        batch_losses = np.asarray(forward(batch.unweighted, places)[0], np.float64)
+        targets = batch.targets.reshape(limits.shards, -1)
+        places = np.tile(np.arange(targets.shape[1], dtype=np.int32), (limits.shards, 1))
+        batch_losses = np.asarray(forward(batch.tokens, places, targets)[0], np.float64)
         losses.append(batch_losses.reshape(-1)[counted])
     size = batches.total_bytes(trained.tokenizer.token_bytes)
     if isinstance(batches, AnswerEvalBatches):

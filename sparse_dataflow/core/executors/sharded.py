@@ -103,19 +103,21 @@ class Sharded(TracedExecutor):
 
         return self._mapped(local, (specs, P(BATCH_AXES)), P())(weights, batch)
 
-    def token_scores(self, model, weights, batch, places):
+    def token_scores(self, model, weights, batch, places, targets):
         """Returns `whole.token_scores` as [batch shards, S] each.
 
-        `places` is int32 [batch shards, S]: row i selects targets of the i-th shard of the batch.
+        `places` and `targets` are int32 [batch shards, S]: row i is of the i-th shard of the batch.
         """
         rank, specs, _ = self._rank(model, weights)
 
-        def local(weights, batch, places):
-            scores = whole.token_scores(model, local_weights(weights), batch, places[0], rank)
+        def local(weights, batch, places, targets):
+            ours = batch, places[0], targets[0]
+            scores = whole.token_scores(model, local_weights(weights), *ours, rank)
             return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
-        return self._mapped(local, (specs, rows, rows), (rows, rows))(weights, batch, places)
+        mapped = self._mapped(local, (specs, rows, rows, rows), (rows, rows))
+        return mapped(weights, batch, places, targets)
 
     def loss_and_gradients(self, model, weights, batch, how):
         rank, specs, gradient_specs = self._rank(model, weights)

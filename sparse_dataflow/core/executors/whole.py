@@ -472,15 +472,15 @@ def token_scores(
     weights: ModelWeights,
     batch: Batch,
     places: jax.Array,
+    targets: jax.Array,
     rank: Rank = SINGLE_RANK,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the losses of selected next tokens, and whether each has the highest probability.
-
-    Needs as much memory as `loss`.
+    """Returns the losses of some next tokens, and whether each has the highest probability.
 
     Args:
-      batch: tokens and targets.
-      places: int32 [S], indices into the B * T targets; the others cost no logits.
+      batch: tokens.
+      places: int32 [S], indices into the B * T tokens; the others cost no logits.
+      targets: int32 [S], a next token of each place, which may occur several times.
       rank: device whose rows and weights these are.
 
     Returns:
@@ -492,7 +492,7 @@ def token_scores(
     x, _, _ = _residual(config, embed, weights, local, rank)
     if rank.context is not None:
         x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
-    return gpt.head_scores(config, head, embed["tokens"], x, batch.targets, places, rank.shard)
+    return gpt.head_scores(config, head, embed["tokens"], x, places, targets, rank.shard)
 
 
 def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:

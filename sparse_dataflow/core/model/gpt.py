@@ -495,22 +495,22 @@ def head_scores(
     params: dict,
     embedding_VxD: jax.Array,
     x_BxTxD: jax.Array,
-    targets_BxT: jax.Array,
     places_S: jax.Array,
+    targets_S: jax.Array,
     shard: Shard = UNSHARDED,
 ) -> tuple[jax.Array, jax.Array]:
-    """Last section at some positions of the targets.
+    """Last section at some places.
 
-    Under a shard, x has T / devices tokens, targets have T, and the results are replicated.
+    Under a shard, x has T / devices tokens, and the results are replicated.
 
     Args:
       params: of the section "head".
       embedding_VxD: token embedding, the output layer if it is tied; like "output" of the params,
         sharded over V if `shard.vocabulary`.
       x_BxTxD: output of the last block.
-      targets_BxT: int32 token ids.
-      places_S: int32 indices into the B * T targets.  Their number must be divisible by the devices
+      places_S: int32 indices into the B * T tokens.  Their number must be divisible by the devices
         of the shard unless `shard.vocabulary`.
+      targets_S: int32 ids of next tokens.
       shard: shard of the parameters.
 
     Returns:
@@ -519,11 +519,12 @@ def head_scores(
     """
     x = shard.gather(x_BxTxD)
     # Devices share either the vocabulary, and each scores all places, or the places.
-    local = places_S if shard.vocabulary else shard.slice(places_S, axis=0)
-    x_SxD = head(config, params, _rows(x)[local], shard)
+    if not shard.vocabulary:
+        places_S, targets_S = (shard.slice(a, axis=0) for a in (places_S, targets_S))
+    x_SxD = head(config, params, _rows(x)[places_S], shard)
     losses, largest = cross_entropy.token_scores(
         *output_layer(params, embedding_VxD, x_SxD),
-        targets_BxT.reshape(-1)[local],
+        targets_S,
         shard.vocabulary_axes,
         config.vocab_size,
         config.logit_cap,

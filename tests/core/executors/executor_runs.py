@@ -360,13 +360,14 @@ def scores(name, texts):
         placed = sharded.place(start, model).weights
         placed = sharded.place_layouts(placed, model, changing=False)
         shards = meshes.batch_shards(sharded.mesh)
-        rows = sharded.put(Batch.from_windows(tokens), BATCH)
+        rows = sharded.put(Batch(tokens[:, :-1]), BATCH)
+        shard_targets = tokens[:, 1:].reshape(shards, -1)[:, places]
         shard_places = np.tile(places.astype(np.int32), (shards, 1))
         score = jax.jit(functools.partial(sharded.token_scores, model))
-        mine = score(placed, rows, shard_places)[0]
-        rows_of_shards = map(Batch.from_windows, np.split(tokens, shards))
+        mine = score(placed, rows, shard_places, shard_targets)[0]
         alone = jax.jit(functools.partial(whole.token_scores, model))
-        right = [alone(weights, shard, shard_places[0])[0] for shard in rows_of_shards]
+        shard_rows = zip(np.split(tokens[:, :-1], shards), shard_places, shard_targets)
+        right = [alone(weights, Batch(shard), *selected)[0] for shard, *selected in shard_rows]
         results[text] = float(np.abs(mine - np.stack(right)).max())
     return results
 

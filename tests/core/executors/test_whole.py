@@ -308,7 +308,8 @@ def test_loss_scores_and_logits_are_of_one_model(masked):
     batch = Batch.from_windows(tokens, np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size))
     logs = jax.nn.log_softmax(whole.logits(config, weights, batch.tokens))
     losses = -np.take_along_axis(np.asarray(logs), batch.targets[..., None], axis=-1).ravel()
-    scores, _ = whole.token_scores(config, weights, batch, np.arange(batch.targets.size))
+    everywhere = np.arange(batch.targets.size), batch.targets.reshape(-1)
+    scores, _ = whole.token_scores(config, weights, Batch(batch.tokens), *everywhere)
     np.testing.assert_allclose(scores, losses, rtol=1e-5)
     np.testing.assert_allclose(whole.loss(config, weights, batch), losses.mean(), rtol=1e-5)
 
