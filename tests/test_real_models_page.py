@@ -18,9 +18,7 @@ def test_there_are_results():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_row_of_a_file_is_on_the_page(path):
-    rows = results.load(path)
-    table = results.speed_table if "rows" in rows else results.table
-    for line in table(rows).splitlines():
+    for line in results.table(results.load(path)).splitlines():
         assert line in PAGE, "run python tests/real/table.py --write"
 
 

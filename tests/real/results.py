@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from experiments.studies import task_table
 from sparse_dataflow.files import storage
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,14 @@ def add(path, name, row):
 
 
 def table(rows):
-    """Returns the table of a model in Markdown, the largest first."""
+    """Returns the table of a file in Markdown: of its tasks, its speeds, or its models."""
+    if "averages" in rows:
+        return tasks_table(rows)
+    return speed_table(rows) if "rows" in rows else models_table(rows)
+
+
+def models_table(rows):
+    """Returns the table of a model's forms in Markdown, the largest first."""
     head = [
         "what is stored", "MB", "perplexity of prose", "of Python", "MB, int8", "prose", "Python"
     ]  # fmt: skip
@@ -58,6 +66,12 @@ def speed_table(result):
     return "\n".join(lines)
 
 
+def tasks_table(result):
+    """Returns the table of `tasks.py` in Markdown, without the loss of its few texts."""
+    lines = task_table.as_text(result).partition("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if not line.startswith("| held-out"))
+
+
 def page():
     """Returns the text of the page with the tables and commands of all files."""
     before, _, rest = PAGE.read_text("utf-8").partition(START)
@@ -69,9 +83,10 @@ def page():
 def section(rows):
     """Returns a heading, the table and the commands of a file."""
     if "rows" in rows:
-        title = f"Tokens a second, {NAMES[_flags(rows['command']).get('model', 'smollm2')]}"
+        title = "Tasks" if "averages" in rows else "Tokens a second"
+        title += f", {NAMES[_flags(rows['command']).get('model', 'smollm2')]}"
         command = f"{rows['command']}   # needs make real first"
-        return f"### {title}\n\n{speed_table(rows)}\n\n```\n{command}\n```"
+        return f"### {title}\n\n{table(rows)}\n\n```\n{command}\n```"
     groups = {}
     for name, row in rows.items():
         flags = _flags(row["command"])
@@ -81,7 +96,7 @@ def section(rows):
     ((model, tested, layers),) = {(group[0], group[2], group[3]) for group in groups}
     title = f"{NAMES[model]}, {int(tested):,} tokens of each text"
     title += f", {layers} layers pruned" if layers != "0" else ""
-    return "\n".join([f"### {title}", "", table(rows), "", "```", *commands, "```"])
+    return "\n".join([f"### {title}", "", models_table(rows), "", "```", *commands, "```"])
 
 
 def _flags(command):

@@ -4,8 +4,8 @@ python tests/real/run.py                          both models
 python tests/real/run.py --models=smollm2 --short a quarter of an hour, for `make optional`
 
 Parts: ids, logits and greedy tokens of the GGUF files; exports that llama.cpp runs; a pruned model
-that it runs; adapters on a chat file; the table of pruned and quantised models, of two layers; and
-tokens a second. Ends with a table, and with status 1 if a part failed.
+that it runs; adapters on a chat file; the table of pruned and quantised models, of two layers; a
+task; and tokens a second. Ends with a table, and with status 1 if a part failed.
 """
 
 import argparse
@@ -242,9 +242,10 @@ def check_finetuned(name, path, table, folder):
 
 SCRIPTS = {
     "table": "--layers=2 --tokens=2048 --tested=1024 --rows=dense,llama_cpp_q8_0,single_50,rows_16",
+    "tasks": "--tasks=entailed_polarity --items=20 --rows=dense,Q8_0",
     "speed": "--rounds=3",
 }
-"""Parts 4 and 7 -> flags of a short form; the pages have the long ones."""
+"""Parts 4, 6 and 7 -> flags of a short form; the pages have the long ones."""
 
 
 def check_script(name, part, table, folder):
@@ -261,7 +262,7 @@ def check_script(name, part, table, folder):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="smollm2,gemma3")
-    parser.add_argument("--parts", default="in,out,pruned,finetuned,table,speed")
+    parser.add_argument("--parts", default="in,out,pruned,finetuned,table,tasks,speed")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     parts, table = options.parts.split(","), Table()
