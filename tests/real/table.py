@@ -59,7 +59,10 @@ ENGINE = {
     "llama_cpp_file": ("the file itself in llama.cpp", ()),
     "llama_cpp_q4_0": ("Q4_0, rounded again, in llama.cpp", ("Q4_0", "Q8_0")),
 }
-ROWS = ("dense", *ENGINE, *ROUNDED, *SHAPES, *RIVALS, "layers")
+RECOVERED = "recovered_50"
+"""The model of the row `single_50`, trained on by `recover.py`."""
+
+ROWS = ("dense", *ENGINE, *ROUNDED, *SHAPES, RECOVERED, *RIVALS, "layers")
 
 
 class Scored:
@@ -146,8 +149,8 @@ def with_first_layers(model, pruned):
 
 
 def stored_bytes(model, groups, each):
-    """Bytes of a model: of `each` a value that is not zero, one bit for each group of a matrix with
-    zeros, 4 for each scale of int8, and 4 for each number of a norm."""
+    """Bytes of a model: of `each` a value that is not zero, one bit for each group of a layer's
+    matrix with zeros, 4 for each scale of int8, and 4 for each number of a norm."""
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         array = np.asarray(leaf)
@@ -155,7 +158,8 @@ def stored_bytes(model, groups, each):
         if not matrix:
             total += 4 * array.size
             continue
-        stored = array.size if groups is None else np.count_nonzero(array)
+        # The embedding may have zeros too, but no mask.
+        stored = array.size if groups is None or array.ndim == 2 else np.count_nonzero(array)
         total += each * stored
         if groups and stored < array.size:
             total += array.size // groups // 8
@@ -254,6 +258,13 @@ def measured(name, model, path, scored, options):
     if name in ROUNDED:
         label, kind = ROUNDED[name]
         return rounded_row(scored, label, model, kind, whole)
+    if name == RECOVERED:
+        from tests.real import recover
+
+        run = sd.load(recover.RUN)
+        tokens = run.step * run.training.batch * run.training.sequence
+        label = f"single weights, half, after {tokens:,} tokens"
+        return row_of(scored, label, run, 1)
     if name == "layers":
         smaller, stay = without_layers(model, batches)
         return row_of(scored, "half of the layers", smaller) | {"layers": stay.tolist()}
