@@ -255,7 +255,7 @@ def test_a_model_turns_sparse_and_dense(method, name):
 
 def test_parameters_and_masks_are_parted_and_merged():
     params = {"embed": {"tokens": 1}, "blocks": ({"qkv": {"kernel": 2, "mask": 3}}, {"v": {}})}
-    model = MODEL.with_linears(LinearSpec("masked", "masked"))
+    model = MODEL.with_linears(SINGLE)
     trained, tables = without_tables(model, params)
     assert trained["blocks"][0] == {"qkv": {"kernel": 2}}
     assert tables == {"blocks": ({"qkv": {"mask": 3}}, {})}
