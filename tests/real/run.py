@@ -242,7 +242,7 @@ def check_finetuned(name, path, table, folder):
 
 SCRIPTS = {
     "table": "--layers=2 --tokens=2048 --tested=1024 --rows=dense,llama_cpp_q8_0,single_50,rows_16",
-    "tasks": "--tasks=entailed_polarity --items=20 --rows=dense,Q8_0",
+    "tasks": "--tasks=odd_one_out --items=20 --shots=0 --rows=dense,Q8_0",
     "speed": "--rounds=3",
 }
 """Parts 4, 6 and 7 -> flags of a short form; the pages have the long ones."""

@@ -1,6 +1,6 @@
 """Multiple-choice tasks of BIG-bench: SmolLM2 dense, rounded by llama.cpp's types, and pruned.
 
-python tests/real/tasks.py                             ten tasks, hours of one core
+python tests/real/tasks.py                             ten tasks, an hour of one core
 python tests/real/tasks.py --tasks=strategyqa --items=20 --rows=dense,Q8_0
 
 Of short tasks with few choices the ten are taken that the dense model can do best without examples,
@@ -76,7 +76,7 @@ CANDIDATES = (
     "vitaminc_fact_verification",
     "winowhy",
 )
-CHOOSING, MEASURED, TASKS, SHOTS = 30, 40, 10, (0, 3)
+CHOOSING, MEASURED, TASKS = 30, 40, 10
 
 
 def unpacked(folder):
@@ -143,6 +143,7 @@ def main():
     parser.add_argument("--model", default="smollm2", choices=["smollm2"])
     parser.add_argument("--tasks", default="", help="names; empty chooses")
     parser.add_argument("--items", type=int, default=MEASURED, help="of each task")
+    parser.add_argument("--shots", default="0,3", help="numbers of examples in the prompt")
     parser.add_argument("--rows", default="dense,Q4_0,pruned", help="these, or NAME=DIR")
     parser.add_argument("--out", default=str(results.FOLDER))
     options = parser.parse_args()
@@ -162,7 +163,7 @@ def main():
     measured = [str(file) for _, file in files if file.parent.name in best]
     rows = ",".join(row if "=" in row else row_of(row, path) for row in options.rows.split(","))
     command = [sys.executable, "-m", "experiments.task_table", f"--models={rows}"]
-    command += [f"--tasks={','.join(measured)}", f"--num_fewshot={','.join(map(str, SHOTS))}"]
+    command += [f"--tasks={','.join(measured)}", f"--num_fewshot={options.shots}"]
     out = folder / ("some" if options.tasks else "table")
     subprocess.run([*command, f"--corpus={corpus}", f"--out={out}"], check=True)
     table = json.loads((out / "task_table.json").read_text("utf-8"))
