@@ -40,8 +40,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         batch = Batch(np.pad(tokens, ((0, 0), (0, padding))))
         # A place counts tokens of the flat batch, so each row before it adds its padding.
         selected = (places + places // length * padding, targets)
-        padded = (np.pad(array, ((0, 0), (0, -count % tensor))) for array in selected)
-        put = (executor.put(array, shards) for array in padded)
+        put = (executor.put(np.pad(a, ((0, 0), (0, -count % tensor))), shards) for a in selected)
         outputs = program(weights, executor.put(batch, rows), *put)
         return [output[:, :count] for output in outputs]
 

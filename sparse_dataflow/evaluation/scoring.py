@@ -1,16 +1,15 @@
 """Log-likelihoods of many continuations of different lengths, in batches of few shapes.
 
 A request is (context tokens, continuation tokens), all of which but the last are read. What another
-request begins with is read there, so a question whose choices are tokens is read once. These rows
-are sorted by length and split into batches of about the same number of tokens. Lengths are rounded
-up to at most `BUCKETS` values, chosen to minimise padding, so a pass compiles few programs. Padding
-follows the row, where a causal model does not see it. Logits are computed for continuation tokens
-only; batches of one length have about the same number of them, and therefore one shape.
+request begins with is read there, so a question whose choices are tokens is read once. Rows are
+sorted by length and split into batches of about as many tokens. Lengths are rounded up to at most
+`BUCKETS` values, which minimise padding, so a pass compiles few programs. Padding follows a row,
+where a causal model does not see it. Only continuation tokens have logits; batches of one length
+have about as many, and so one shape.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -131,9 +130,9 @@ def score(
     scores: list[Score] = [(0.0, True)] * len(texts)
     padded, in_flight = 0, []
     for shards, length in batches:
-        tokens, *selected, parts = _arrays(shards, texts, length, limits, max_places[length])
+        tokens, *selected, slices = _arrays(shards, texts, length, limits, max_places[length])
         padded += tokens.size
-        in_flight.append((parts, forward(tokens, *selected)))
+        in_flight.append((slices, forward(tokens, *selected)))
         if len(in_flight) > 2:  # Keeps the device busy while bounding the outputs in its memory.
             _collect(*in_flight.pop(0), scores)
     for results in in_flight:
@@ -213,7 +212,7 @@ def _batches(rows, lengths, places, buckets, limits) -> list[tuple[list[list[lis
     batches = []
     for length, numbers in by_length.items():
         by_places = sorted(numbers, key=places.__getitem__)
-        count = math.ceil(len(numbers) / limits.rows(length))
+        count = -(-len(numbers) // limits.rows(length))
         step = count * limits.shards
         shards = [[rows[i] for i in by_places[shard::step]] for shard in range(step)]
         batches += [(shards[first::count], length) for first in range(count)]
@@ -225,27 +224,27 @@ def _arrays(shards, texts, length, limits, max_places):
     shard_rows = limits.rows(length) // limits.shards
     tokens = np.zeros((limits.shards, shard_rows, length), np.int32)
     size = _round_up(max_places, _POSITIONS_MULTIPLE)
-    (places, targets), parts = np.zeros((2, limits.shards, size), np.int32), []
+    (places, targets), slices = np.zeros((2, limits.shards, size), np.int32), []
     for shard, rows in enumerate(shards):
         start = 0
         for number, row in enumerate(rows):
             for i in row:  # The last one is the longest.
                 text, scored = texts[i]
-                part, end = (shard, slice(start, start + scored)), len(text) - 1
+                cut, end = (shard, slice(start, start + scored)), len(text) - 1
                 tokens[shard, number, :end] = text[:-1]
-                places[part] = np.arange(end - scored, end) + number * length
-                targets[part] = text[-scored:]
-                parts.append((i, part))
+                places[cut] = np.arange(end - scored, end) + number * length
+                targets[cut] = text[-scored:]
+                slices.append((i, cut))
                 start += scored
-    return tokens.reshape(-1, length), places, targets, parts
+    return tokens.reshape(-1, length), places, targets, slices
 
 
 def _round_up(count, multiple):
     return -(-count // multiple) * multiple
 
 
-def _collect(parts, outputs, scores):
+def _collect(slices, outputs, scores):
     losses, is_largest = jax.device_get(outputs)
-    for i, part in parts:
-        loss = losses[part].sum(dtype=np.float64)
-        scores[i] = (-float(loss), bool(is_largest[part].all()))
+    for i, cut in slices:
+        loss = losses[cut].sum(dtype=np.float64)
+        scores[i] = (-float(loss), bool(is_largest[cut].all()))

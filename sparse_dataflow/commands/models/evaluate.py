@@ -4,6 +4,7 @@ Needs the extra `eval`.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import re
@@ -58,12 +59,11 @@ from sparse_dataflow.runs.run_config import DataConfig
 
 BASELINES = ("unigram", "bigram")
 
-VERSION = 2
+VERSION = 3
 """Raise it when the same models get other scores."""
 
 WINDOW, HELD_OUT = 1024, 32_768
-"""Tokens of a window of held-out text, and of all windows, if no model is of a run.  The context of
-such a model may be 8,192 tokens, in which a small computer reads the text of a corpus in hours."""
+"""Tokens of a window, and of all windows, if no model is of a run; its context may be 8,192."""
 
 
 def evaluate(options) -> None:
@@ -145,15 +145,15 @@ def evaluated(options) -> dict:
     scorers = {name: _scorer(options.mesh, trained) for name, trained in models.items()}
     lms = {name: harness.harness_lm(models[name], *scorers[name]) for name in models}
     for name in BASELINES:
-        scorer = getattr(ngrams, f"score_{name}")
-        lms[name] = HarnessLM(first.tokenizer, context, scorer)
+        lms[name] = HarnessLM(first.tokenizer, context, getattr(ngrams, f"score_{name}"))
 
     limit = 0 if any(trained.record for trained in models.values()) else HELD_OUT
-    losses = {n: _losses(models[n], held_out, answers, limit, *scorers[n]) for n in models}
+    read = functools.partial(held_out_losses, held_out=held_out, answers=answers, limit=limit)
+    losses = {name: read(models[name], *scorers[name]) for name in models}
     rows, notes = _task_rows(ready, lms, list(models), options, context)
     if limit:
-        read = max(len(values) for values, _, _ in losses.values())
-        notes.append(f"No model is of a run, so the loss is of the first {read:,} tokens.")
+        count = max(len(values) for values, _, _ in losses.values())
+        notes.append(f"No model is of a run, so the loss is of the first {count:,} tokens.")
     if share:
         notes.insert(0, f"The smallest {share_words(share)} count as zeros.")
     return {
@@ -302,7 +302,9 @@ def _scorer(mesh, trained):
     return mesh_forward(trained, executor), limits
 
 
-def _losses(trained, held_out, answers, limit, forward, limits):
+def held_out_losses(
+    trained: Model, forward: scoring.Forward, limits: scoring.Limits, held_out, answers, limit=0
+) -> tuple[np.ndarray, np.ndarray, int]:
     """The loss of each held-out token of FINAL_WINDOWS, or of `limit` tokens if that is not 0.
 
     Returns:

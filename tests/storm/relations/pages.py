@@ -165,7 +165,7 @@ def last_evaluation_is_the_loss_of_the_saved_model(world: World):
     need(not corpus.mixture, "a mixture")
     _, held_out = corpus_tokens(corpus, model, answers)
     forward, limits = scoring.single_device_forward(model), scoring.batch_limits(model)
-    losses, _, _ = evaluate._losses(model, held_out, answers, forward, limits)
+    losses, _, _ = evaluate.held_out_losses(model, forward, limits, held_out, answers)
     sampled = len(losses) > SAMPLE_WINDOWS * config.training.sequence
     need(config.run.evaluate == "all" or not sampled, "the last row is of a sample")
     variant = run.config.variants[0]
