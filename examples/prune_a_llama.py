@@ -4,8 +4,8 @@
     python examples/prune_a_llama.py --model=DIR        your Llama, Mistral, Qwen, OPT or GPT-2
 
 DIR has config.json, safetensors and a tokenizer.  Features change places, so that the blocks of
-the pattern `monarch` store the largest weights times the activations of a few batches.  These
-blocks are fitted to the outputs of the dense model, which then teaches the pruned one.  Keys and
+the pattern `monarch` store the largest weights.  These blocks are fitted to the outputs of the
+dense model on a few batches, which then teaches the pruned one.  Keys and
 values stay dense: with grouped queries they are small.  The export is a directory of the same
 architecture, which transformers loads.  A minute on two CPU cores without --model.
 """

@@ -56,8 +56,8 @@ def prune(
         name of a projection, such as "mlp_in", and its shape.
       rounds: in how many rounds weights go; None for 8.
       pattern: of square blocks of a language model, "monarch" or "shuffle", whose products are the
-        fastest: features change places first, so that its blocks have the largest weights times
-        activations.  "" for the blocks that cost most to remove.
+        fastest: features change places first, so that its blocks have the largest weights.  ""
+        for the blocks that cost most to remove.
       call: (model, batch) applies an nnx model; None for `model(batch)`.
       out: folder to make with the pruned language model, as of `sd.save`; None for a model in
         memory.  Each layer is written when it is finished, so that of a Hugging Face directory one

@@ -22,7 +22,6 @@ from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import hub_models, huggingface, pattern_pruning
-from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.load import directory_model, load
 from sparse_dataflow.interchange.pruned_directory import PrunedDirectory, digest_of
 from sparse_dataflow.layers.replace import Where
@@ -75,7 +74,7 @@ def prune_language_model(
         model_layouts.check_layouts(new)
         given = None
         if pattern:
-            params, given = _in_places(old, model.params, new, batches)
+            params, given = _in_places(old, model.params, new)
             layers = HeldLayers(ModelWeights(params))
         targets = rebuild.sparser_targets(old, new, before, given, rounds)
         stored = functools.partial(sparse_layer, new, before)
@@ -134,15 +133,14 @@ def _opened(model: object, by_layer: bool) -> tuple[Model, Layers]:
     return model, HeldLayers(ModelWeights(jax.device_get(model.params)))
 
 
-def _in_places(old, params, new, batches):
+def _in_places(old, params, new):
     """Returns (params, layouts): the dense weights with features in the places that suit the
     patterns of `new`."""
     if old.linears:
         raise UserError("pattern moves the features of all projections; legal: a dense model.")
     pattern_pruning.refuse(old, {}, new)
     weights = ModelWeights(jax.device_get(params))
-    norms = input_norms(old, weights, batches, dict.fromkeys(old.projections, 0))
-    return pattern_pruning.moved(old, weights.merged, new, norms, "sd.prune")
+    return pattern_pruning.moved(old, weights.merged, new, "sd.prune")
 
 
 def _spec(

@@ -50,7 +50,6 @@ def search(
     model: ModelConfig,
     params: Mapping,
     layouts: Mapping[str, Sequence[BlockLayout]],
-    input_norms: Mapping[str, np.ndarray] | None = None,
 ) -> FeatureOrder:
     """Returns an order in which layouts store a large part of the squared weights.
 
@@ -58,18 +57,12 @@ def search(
       model: config of a dense model without experts.
       params: its parameters in numpy.
       layouts: projection -> layout of each layer, for the projections that will be block-sparse.
-      input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by;
-        None for 1.
     """
-    norms = input_norms or {}
     trees = list(stacks.layers(params["blocks"]))
     layers = [
         _Layer(
             model,
-            {
-                name: _Scores(tree[name]["kernel"], norms[name][i] if name in norms else None)
-                for name in layouts
-            },
+            {name: _Scores(tree[name]["kernel"]) for name in layouts},
             {name: layer_layouts[i] for name, layer_layouts in layouts.items()},
         )
         for i, tree in enumerate(trees)
@@ -105,14 +98,13 @@ def _stored(scores, places, order):
 
 
 class _Scores:
-    """Squares of a weight [in, out], whose rows a norm may scale; made again for every use."""
+    """Squares of a weight [in, out]; made again for every use."""
 
-    def __init__(self, kernel, norms):
-        self._kernel, self._norms = kernel, norms
+    def __init__(self, kernel):
+        self._kernel = kernel
 
     def squares(self):
-        kernel = np.asarray(self._kernel, np.float32)
-        return np.square(kernel if self._norms is None else kernel * self._norms[:, None])
+        return np.square(np.asarray(self._kernel, np.float32))
 
     def total(self):
         return float(self.squares().sum(dtype=np.float64))

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
-import numpy as np
 
 from sparse_dataflow.core.config.model import GROWN, ModelConfig
 from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
@@ -77,7 +76,6 @@ def to_pattern(
     state: TrainState,
     old: ModelConfig,
     new: ModelConfig,
-    input_norms: Mapping[str, np.ndarray] | None,
     refit: Callable[[ModelConfig, dict, ModelConfig, Mapping], dict] | None = None,
 ) -> TrainState:
     """Returns a state of model `old` as a state of `new` with the layouts of its patterns.
@@ -88,7 +86,6 @@ def to_pattern(
     Args:
       state: canonical, without moments and with concrete layouts; it must not be used again.
       old: config of the state's model; `refuse` refuses others.
-      input_norms: see `transitions.change_model`.
       refit: (dense model, its params, new model, layouts) -> params that are fitted on the blocks
         of the layouts; None keeps the weights of these blocks.
     """
@@ -99,9 +96,7 @@ def to_pattern(
     if old.linears:
         dense = dataclasses.replace(old, linears={}, density_by_depth=())
         state, old = change_model(state, old, dense), dense
-    params, layouts = moved(
-        old, jax.device_get(state.params), new, input_norms, "run.prune_to=pattern"
-    )
+    params, layouts = moved(old, jax.device_get(state.params), new, "run.prune_to=pattern")
     if refit is not None:
         params = refit(old, params, new, layouts)
     params = jax.tree.map(jax.numpy.asarray, params)
@@ -109,11 +104,7 @@ def to_pattern(
 
 
 def moved(
-    old: ModelConfig,
-    params: dict,
-    new: ModelConfig,
-    input_norms: Mapping[str, np.ndarray] | None,
-    setting: str,
+    old: ModelConfig, params: dict, new: ModelConfig, setting: str
 ) -> tuple[dict, dict[str, list[BlockLayout]]]:
     """Returns dense parameters whose features changed places, and the layouts of the patterns.
 
@@ -123,14 +114,12 @@ def moved(
       old: dense model of the parameters.
       params: on the host.
       new: the model with patterns.
-      input_norms: see `transitions.change_model`.
       setting: what asked for it, for the line.
     """
     layouts = model_layouts.layouts(new)
-    order = feature_order.search(old, params, layouts, input_norms)
+    order = feature_order.search(old, params, layouts)
     say(
-        f"{setting}: the stored blocks have {order.after:.1%} of the squared "
-        f"{'weights' if input_norms is None else 'weights times activations'}, and "
+        f"{setting}: the stored blocks have {order.after:.1%} of the squared weights, and "
         f"{order.before:.1%} before features changed places"
     )
     return width.reordered(old, params, order.sources), layouts

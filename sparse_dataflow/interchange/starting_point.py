@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.attention_settings import EXPERT_TRAINING
 from sparse_dataflow.core.config.layer_groups import layer_linear
@@ -50,7 +49,6 @@ from sparse_dataflow.interchange import (
     huggingface,
     pattern_pruning,
 )
-from sparse_dataflow.interchange.calibration import input_norms
 from sparse_dataflow.interchange.fetched_model import on_this_machine, origin
 from sparse_dataflow.pruning import rebuild, run_start
 from sparse_dataflow.runs import adapted_model
@@ -355,9 +353,9 @@ def initial_state_from(
       model: config of the new model.
       training: gives the optimizer and the seed.
       executor: places the state.
-      calibration: int32 [B, T] token batches, which `prune_by` reads; not for "weights".
+      calibration: int32 [B, T] token batches, which `prune_by` "rebuild" reads.
       prune_by: as in `RunSettings`.  Weights with a low-rank term, and models with block-sparse
-        experts, are pruned by "activations" in place of "rebuild".
+        experts, are pruned by "weights" in place of "rebuild".
       prune_to: as in `RunSettings`.
 
     Raises:
@@ -368,27 +366,20 @@ def initial_state_from(
     start = start._replace(model=larger, params=weights.merged)
     _refuse_mismatch(start.model, model)
     model_layouts.check_layouts(model)
-    reads = prune_by != "weights" and rebuild.prunes(start.model, model)
-    rebuilding = reads and prune_by == "rebuild" and rebuild.is_possible(start.model)
-    norms = None
-    to_pattern = prune_to == "pattern" and bool(model.sparse_projections)
-    if reads and (not rebuilding or to_pattern):
-        mixed = {name: model.linear(name).hadamard for name in model.projections}
-        shape = dataclasses.replace(start.model, compute_dtype=model.compute_dtype)
-        norms = input_norms(shape, start.weights, calibration, mixed)
-        norms = collectives.broadcast_arrays(norms)  # Each process has other rows of the batches.
+    rebuilding = prune_by == "rebuild" and rebuild.prunes(start.model, model)
+    rebuilding = rebuilding and rebuild.is_possible(start.model)
     params, rest = without_tables(start.model, stacks.map_arrays(jnp.array, start.params))
     state = TrainState(step, params, (), key, rest)
-    if to_pattern:
+    if prune_to == "pattern" and model.sparse_projections:
         pattern_pruning.refuse(start.model, start.params, model)
         refit = functools.partial(_refitted, batches=calibration) if rebuilding else None
-        state = pattern_pruning.to_pattern(state, start.model, model, norms, refit)
+        state = pattern_pruning.to_pattern(state, start.model, model, refit)
     elif rebuilding:
         dense, params, layouts = run_start.to_blocks(start.model, start.weights, model, calibration)
         state = state._replace(params=jax.tree.map(jnp.array, params), rest=())
         state = change_model(state, dense, model, given=layouts)
     else:
-        state = change_model(state, start.model, model, input_norms=norms)
+        state = change_model(state, start.model, model)
     moments = jax.jit(make_optimizer(model, training).init)(state.params)
     return executor.place(state._replace(moments=moments), model)
 

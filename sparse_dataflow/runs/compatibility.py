@@ -124,12 +124,6 @@ NARROW = _used("run.twin=narrow", lambda config: config.run.twin == "narrow", ru
 VARIANT = _used(
     "run.init_variant", lambda config: config.run.init_variant, run__init_variant="dense", **DIR
 )
-BY_ACTIVATIONS = _used(
-    "run.prune_by=activations",
-    lambda config: config.run.prune_by == "activations",
-    run__prune_by="activations",
-    **DIR,
-)
 TO_PATTERN = _used(
     "run.prune_to=pattern",
     lambda config: config.run.prune_to == "pattern",
@@ -208,7 +202,6 @@ SETTINGS = (
     Conflict(GIVEN_WEIGHTS, (SHARED,), "which begins with one block", f"{LEGAL} none"),
     Conflict(GIVEN_WEIGHTS, (NARROW,), "which has another width", f"{LEGAL} none"),
     Conflict(NO_WEIGHTS, (VARIANT,), "which names a model of a run", "a folder or name"),
-    Conflict(NO_WEIGHTS, (BY_ACTIVATIONS,), "which prunes weights", "a folder or name"),
     Conflict(NO_WEIGHTS, (TO_PATTERN,), "which prunes weights", "a folder or name"),
     Conflict(
         GRADUAL,

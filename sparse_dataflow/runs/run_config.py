@@ -91,7 +91,7 @@ class DataConfig(Readable):
 
 
 TWINS = ("no", "yes", "narrow")
-PRUNE_BY = ("rebuild", "activations", "weights")
+PRUNE_BY = ("rebuild", "weights")
 VARIANTS = ("sparse", "dense", "narrow")
 """Names of the models that runs train."""
 
@@ -107,9 +107,8 @@ class RunSettings(Readable):
       minutes: training time where `training.steps` is 0.
       twin: True and False are "yes" and "no".
       prune_by: "rebuild" removes the blocks whose loss the other weights make up for best, and fits
-        these to the outputs of the dense model (`pruning.rebuild`).  "activations" multiplies each
-        input feature by the norm of its activations (arXiv 2306.11695).  Both read
-        `prune_batches` training batches.
+        these to the outputs of the dense model (`pruning.rebuild`) on `prune_batches` training
+        batches.
       prune_to: "pattern" keeps the function of a dense model (`interchange.feature_order`).  Its
         layouts are those of drawn weights, so programs are specialised to them.
       trackers: names in `monitoring.trackers`.  A resumed run imports no tracker that only
@@ -144,8 +143,7 @@ class RunSettings(Readable):
     prune_by: str = setting(
         "rebuild",
         "How the stored blocks of run.init_from are chosen: rebuild, by the error that others "
-        "cannot make up for, and fitted to the dense outputs; or by the norm of the weights times "
-        "the activations that they read, or of the weights alone.",
+        "cannot make up for, and fitted to the dense outputs; weights, by their norm.",
         choices=PRUNE_BY,
     )
     prune_to: str = setting(
@@ -156,7 +154,7 @@ class RunSettings(Readable):
     )
     prune_batches: int = setting(
         8,
-        "Training batches that run.prune_by reads, unless it is weights.",
+        "Training batches that run.prune_by=rebuild reads.",
         legal=between(1, MOST_STEPS),
     )
     out: str = setting(

@@ -116,27 +116,6 @@ def test_the_stored_blocks_are_those_of_the_pattern(pattern):
     assert all(lay.groups for layers in model_layouts.layouts(model).values() for lay in layers)
 
 
-def test_activations_weigh_the_inputs():
-    """With loud inputs the blocks that read them are stored, even if their weights are small."""
-    model = pruned(DENSE)
-    start = start_of(DENSE)
-    params, layouts = start.params, model_layouts.layouts(model)
-    shapes = {name: DENSE.projection_shape(name) for name in layouts}
-    norms = {name: np.ones((2, rows)) for name, (rows, _) in shapes.items()}
-    norms["mlp_out"][:, ::2] = 100.0
-    order = feature_order.search(DENSE, params, layouts, norms)
-    moved = width.reordered(DENSE, params, order.sources)
-    stored, whole = 0.0, 0.0
-    for layer in range(2):
-        kernel = np.asarray(moved["blocks"]["mlp_out"]["kernel"][layer])
-        loud = (order.sources[layer].hidden % 2 == 0)[:, None] * np.square(kernel)
-        stored += loud[np.kron(layouts["mlp_out"][layer].mask, np.ones((8, 8))) > 0].sum()
-        whole += loud.sum()
-    plain = feature_order.search(DENSE, params, layouts)
-    assert stored / whole > 0.5
-    assert any(not np.array_equal(a.hidden, b.hidden) for a, b in zip(order.sources, plain.sources))
-
-
 def test_weights_that_have_the_blocks_keep_every_bit():
     grouped = pruned(DENSE)
     start = start_of(grouped)

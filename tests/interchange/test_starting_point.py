@@ -19,6 +19,7 @@ from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
+from sparse_dataflow.runs.families import FAMILIES
 
 TRAINING = TrainingConfig(steps=2, batch=2, sequence=8, learning_rate=1e-3)
 NO_TOKENIZER = Tokenizer(tuple(chr(300 + n) for n in range(256)), (), 257)
@@ -82,6 +83,17 @@ def test_the_largest_blocks_are_kept_and_balanced():
             assert {a, (a + 1) % 4} <= set(np.flatnonzero(layout.mask[a]) % 4)
         values = state.params["blocks"]["mlp_in"]["values"][layer]
         np.testing.assert_array_equal(values, layout.from_dense(kernel[layer]))
+
+
+def test_a_shape_that_no_layout_divides_is_named_with_the_legal_values():
+    """Two blocks of keys have only densities 1/2 and 1."""
+    llama = dataclasses.replace(DENSE, **FAMILIES["llama"], num_kv_heads=2)
+    after = llama.with_linears(LinearSpec("block_sparse", "random", 0.25, 8))
+    with pytest.raises(UserError, match=r"^k: Density 0.25 has no .* legal: multiples of 1/2.*den"):
+        initial_state_from(start_of(llama), after, TRAINING)
+    after = llama.with_linears(LinearSpec("block_sparse", "random", 0.5, 5))
+    with pytest.raises(UserError, match=r"^q: Block 5 does not divide a 32 x 32 .* legal blocks"):
+        initial_state_from(start_of(llama), after, TRAINING)
 
 
 @pytest.mark.parametrize("start", [DENSE, SPARSE], ids=["dense", "sparse"])

@@ -105,7 +105,7 @@ class Beginning:
             weights = self.weights(tokenizer)
             if v.training.adapter_rank:
                 return starting_point.adapter_state_from(weights, v.model, v.training, executor)
-            if run.prune_by != "weights" and v.model.partial_projections:
+            if run.prune_by == "rebuild" and v.model.partial_projections:
                 batches = map(data.train.__getitem__, itertools.count())
                 micro_batches = v.training.micro_batches
                 calibration = run_start.calibration(batches, run.prune_batches, micro_batches)

@@ -185,7 +185,6 @@ def change_model(
     new: ModelConfig,
     batches: Batches = (),
     *,
-    input_norms: Mapping[str, np.ndarray] | None = None,
     given: Mapping[str, Sequence[Any]] | None = None,
 ) -> TrainState:
     """Returns a state of model `old` as a state of model `new`; it must not be used again.
@@ -200,8 +199,6 @@ def change_model(
       state: canonical, with concrete layouts.
       old: config of the state's model.
       batches: not read; see `Change`.
-      input_norms: projection -> float [num_layers, in] that the rows of a weight are multiplied by
-        in the norms of its blocks; None for 1. See `interchange.calibration`.
       given: projection -> what is stored of a weight that gets sparser: the layout of each layer,
         or of a masked weight the mask, bool [in, out]; None for the largest blocks.
     """
@@ -220,10 +217,8 @@ def change_model(
         new_layouts: list[BlockLayout] = []
         for place in _places(name, common):
             stored = old_layouts and [old_layouts[layer] for layer in place.layers]
-            norms = (input_norms or {}).get(name)
-            scale = None if norms is None else norms[np.asarray(place.layers)]
             chosen = given and [given[name][layer] for layer in place.layers if name in given]
-            state, chosen = _change_projection(state, place, stored, old, new, key, scale, chosen)
+            state, chosen = _change_projection(state, place, stored, old, new, key, chosen)
             new_layouts += chosen or ()
         if new_layouts:
             layouts[name] = [
@@ -264,7 +259,7 @@ def copied_blocks(shared: object, layers: int, scale: float = 1.0) -> Any:
 
 
 def _change_projection(
-    state, place: "_Place", stored: list[BlockLayout] | None, old, new, key, scale, given
+    state, place: "_Place", stored: list[BlockLayout] | None, old, new, key, given
 ):
     """Converts one projection of one group of layers; returns (state, its layouts or None)."""
     before, after = (layer_linear(model, place.name, place.layers.start) for model in (old, new))
@@ -276,13 +271,12 @@ def _change_projection(
         if (before.weight, before.density) != (after.weight, after.density):
             if not before.weight.has_mask:
                 state = _merge_hadamard(state, place, after.hadamard)
-            module = place.module(state.params)
-            kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
             if given:
                 mask = jnp.asarray(np.stack(given))
             else:
                 allowed = place.module(state.rest)[MASK] if before.weight.has_mask else None
-                mask = after.weight.best(after.weight.scores(kernel, after), after, allowed)
+                scores = after.weight.scores(place.module(state.params)[KERNEL], after)
+                mask = after.weight.best(scores, after, allowed)
             state = _with_mask(state, place, mask)
     elif before.weight.has_mask:
         state = _merge_hadamard(_without_mask(state, place), place, before.hadamard)
@@ -295,7 +289,7 @@ def _change_projection(
         else:
             if not before.weight.stores_blocks:
                 state = _merge_hadamard(state, place, after.hadamard)
-            state, stored = _prune(state, place, stored, after, scale, given)
+            state, stored = _prune(state, place, stored, after, given)
     if before.term and not after.term and not after.weight.stores_blocks:
         state = _merge_term(state, place, before.term)
     if after.term and not before.term:
@@ -416,27 +410,19 @@ def _block_norms(values):
     return np.stack([np.sqrt(np.einsum("nij,nij->n", layer, layer)) for layer in values])
 
 
-def _prune(state, place, old: list[BlockLayout] | None, spec, scale=None, given=None):
-    """Keeps the largest blocks of one projection at `spec`'s density; returns (state, layouts).
-
-    `scale` float [layers, in] multiplies the rows of the weight in the norms; None for 1.  The
-    layouts `given`, if any, are kept instead.
-    """
+def _prune(state, place, old: list[BlockLayout] | None, spec, given=None):
+    """Keeps the largest blocks of one projection at `spec`'s density, or those of the layouts
+    `given`; returns (state, layouts)."""
     module = place.module(state.params)
     if given:
         if old is None:
             return _with_stored(state, place, given, spec.block), given
         return _moved_blocks(state, place, old, given), given
     if old is None:
-        kernel = module[KERNEL] if scale is None else module[KERNEL] * scale[:, :, None]
-        norms = to_host(grid_norms(kernel, spec.block))
+        norms = to_host(grid_norms(module[KERNEL], spec.block))
         stored: list[np.ndarray | None] = [None] * len(norms)
     else:
-        values = module[STORED]
-        if scale is not None:
-            rows = scale.reshape(len(old), -1, spec.block)
-            values = values * np.stack([r[lay.rows] for r, lay in zip(rows, old)])[..., None]
-        norms_of_stored = to_host(stored_norms(values))
+        norms_of_stored = to_host(stored_norms(module[STORED]))
         norms = np.zeros((len(old), *old[0].mask.shape), norms_of_stored.dtype)
         for layer, layout in enumerate(old):
             norms[layer, layout.rows, layout.cols] = norms_of_stored[layer]
