@@ -1,7 +1,6 @@
 """Density budgets: the density of each projection, and of each part of the depth."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -10,7 +9,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.patterns import legal_densities, make_layout
 from sparse_dataflow.files.errors import UserError
 
-BUDGETS = ("uniform", "compute")
 DEPTH = "depth:"
 """Prefix of a budget that lists multipliers by depth."""
 
@@ -23,10 +21,6 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
         fraction of the dense FLOPs of these projections that their stored blocks may cost.
       budget: one of
         "uniform": no change.
-        "compute": Erdos-Renyi rule (arXiv 1707.04780, section 3; arXiv 1911.11134, section 3).
-          Density is proportional to (in + out) / (in out), so small projections store a larger
-          fraction, and equal shapes the same.  The total is the budget, or up to 1% less where
-          that is nearer to the rule.
         "qkv:0.25,mlp_in:0.0625": densities by projection; the others are unchanged.
         "qkv:0.5x,mlp_in:1.5x": multiples of the density of the model; the others are unchanged.
         "depth:1.5x,0.5x": multiples for equal parts of the depth, first layers first.
@@ -39,96 +33,17 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
     if budget == "uniform" or not _budgeted(model):
         return model
     names, by_depth, multiples = f",{budget}".partition(f",{DEPTH}")
-    if model.masked_projections and (by_depth or budget == "compute"):
+    if model.masked_projections and by_depth:
         raise UserError(
             f"--set sparsity.budget={budget} is for block-sparse weights; legal for masked ones: "
             "uniform, or densities by projection such as mlp_in:0.5."
         )
-    densities: Mapping[str, float] = {}
-    if budget == "compute":
-        densities = _erdos_renyi(model)
-    elif names:
-        densities = _named(model, names[1:], budget)
+    densities = _named(model, names[1:], budget) if names else {}
     specs = dict(model.linears)
     for name, density in densities.items():
         specs[name] = dataclasses.replace(specs[name], density=density)
     model = dataclasses.replace(model, linears=specs)
     return _by_depth(model, multiples, budget) if by_depth else model
-
-
-COMPUTE_TOLERANCE = 0.01
-"""Part of its FLOPs by which "compute" may stay below the budget, to be nearer to its rule."""
-
-_CANDIDATES = 12
-"""Legal densities nearest to the rule that are tried for each shape."""
-
-
-def _erdos_renyi(model):
-    """Rounds the densities of the Erdos-Renyi rule to legal ones that spend the budget.
-
-    Projections of one shape, also transposed, have one density.  Of all combinations near the rule
-    that cost the budget to `COMPUTE_TOLERANCE`, picks the one of smallest log distance; where there
-    is none, the one that costs most.
-    """
-    names = model.sparse_projections
-    sides = {name: model.projection_shape(name) for name in names}
-    weights = {name: math.prod(pair) for name, pair in sides.items()}
-    budget = sum(model.linear(name).density * weights[name] for name in names)
-    ideal = _proportional(budget, weights, {name: sum(pair) for name, pair in sides.items()})
-    shapes: dict[tuple, list[str]] = {}
-    for name in names:
-        spec = model.linear(name)
-        shapes.setdefault((*sorted(sides[name]), spec.pattern, spec.block), []).append(name)
-    candidates, least = [], 0.0
-    for members in shapes.values():
-        rule, uniform = ideal[members[0]], model.linear(members[0]).density
-        rows, columns = sides[members[0]]
-        balanced = legal_densities(rows, columns, model.linear(members[0]).block)
-        by_distance = sorted((abs(math.log(density / rule)), density) for density in balanced)
-        near = _with_layouts(model, members, (density for _, density in by_distance))
-        lowest = next(_with_layouts(model, members, balanced))
-        same = _with_layouts(model, members, (d for d in balanced if math.isclose(d, uniform)))
-        # The lowest density lets a small budget be met; the uniform one keeps the given density
-        # possible.
-        candidates.append({lowest, *same, *itertools.islice(near, _CANDIDATES)})
-        least += lowest * sum(weights[name] for name in members)
-    best = None
-    for choice in itertools.product(*map(sorted, candidates)):
-        pairs = zip(shapes.values(), choice)
-        densities = {name: density for members, density in pairs for name in members}
-        cost = sum(density * weights[name] for name, density in densities.items())
-        distance = sum(abs(math.log(d / ideal[name])) for name, d in densities.items())
-        near_budget = cost >= budget * (1 - COMPUTE_TOLERANCE)
-        rank = (0, distance, -cost) if near_budget else (1, -cost, distance)
-        # The margin is for rounding: the uniform densities cost exactly the budget.
-        if cost <= budget * (1 + 1e-9) and (best is None or rank < best[0]):
-            best = rank, densities
-    if best is None:
-        whole = sum(weights.values())
-        raise UserError(
-            f"--set sparsity.budget=compute finds no densities within {budget / whole:.4g} of the "
-            f"dense FLOPs; the smallest legal densities cost {least / whole:.4g}. Legal: a larger "
-            "--density, or a smaller --block."
-        )
-    return best[1]
-
-
-def _with_layouts(model, names, densities):
-    """Yields the densities of which all these projections have a layout, building one at a time."""
-    return (d for d in densities if all(has_layout(model, name, d) for name in names))
-
-
-def _proportional(budget, weights, shares):
-    """Returns densities of total cost `budget`, proportional to shares / weights, at most 1."""
-    full: set[str] = set()
-    while True:
-        rest = budget - sum(weights[name] for name in full)
-        scale = rest / max(1, sum(share for name, share in shares.items() if name not in full))
-        densities = {n: 1.0 if n in full else scale * shares[n] / weights[n] for n in weights}
-        above = {name for name, density in densities.items() if density > 1}
-        if not above:
-            return densities
-        full |= above
 
 
 def _legal(model, name):
@@ -206,7 +121,7 @@ def _named(model, items, budget):
         if not colon or name not in model.projections:
             raise UserError(
                 f"--set sparsity.budget={budget} is not legal: {item!r} names no projection; "
-                f"legal: {', '.join(BUDGETS)}, {DEPTH}1.5x,0.5x, or densities such as "
+                f"legal: uniform, {DEPTH}1.5x,0.5x, or densities such as "
                 f"attn_out:0.25,mlp_in:0.125 of {', '.join(names)}."
             )
         if name not in names:

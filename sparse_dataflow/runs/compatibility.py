@@ -193,7 +193,7 @@ SETTINGS = (
         f"{LEGAL} static, shared_to_own, omit_features",
     ),
     Conflict(
-        _other("sparsity.budget", _one_of("uniform"), "compute"),
+        _other("sparsity.budget", _one_of("uniform"), "mlp_in:0.25"),
         (_lacking("budget"),),
         "which has one density",
         f"{LEGAL} uniform",

@@ -51,7 +51,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "model.layer_types": ("sliding", "sliding+full", "full+sliding+sliding"),
     "model.rotary_layers": ("rotated", "unrotated+rotated"),
     "sparsity.budget": (
-        "compute", "mlp_in:0.25", "mlp_in:0.5x,depth:1.5x,0.5x", "depth:1.5x,0.5x", "qkv:1",
+        "mlp_in:0.25", "mlp_in:0.5x,depth:1.5x,0.5x", "depth:1.5x,0.5x", "qkv:1",
     ),
     "training.optimizer": (*OPTIMIZERS, "optax:nadamw", "optax:noisy_sgd", "optax:lamb"),
     "training.teacher": tuple(f"@{name}" for name in MODELS),

@@ -59,8 +59,8 @@ class SparsityConfig(Readable):
     density: float = setting(0.125, "Fraction of the blocks stored.", legal=A_FRACTION)
     budget: str = setting(
         "uniform",
-        "How the density is shared out: uniform; compute (equal FLOPs, Erdos-Renyi rule); by name, "
-        "qkv:0.25,mlp_in:0.5x; by depth, depth:1.5x,0.5x, also after names and a comma.",
+        "How the density is shared out: uniform; by name, qkv:0.25,mlp_in:0.5x; by depth, "
+        "depth:1.5x,0.5x, also after names and a comma.",
     )
     block: int | str = setting(64, "Side of a block, or inputs x outputs (1x16) if masked.")
     rank: int = setting(

@@ -204,7 +204,7 @@ def test_the_dense_form_computes_the_same():
     [
         ({"evolution__method": "rigl"}, "evolution.method=rigl.*legal with it: static, shared"),
         ({"evolution__method": "gradual"}, "which is no part of a dense weight"),
-        ({"sparsity__budget": "compute"}, "sparsity.budget=compute.*legal with it: uniform"),
+        ({"sparsity__budget": "qkv:0.5x"}, "sparsity.budget=qkv.*legal with it: uniform"),
         ({"sparsity__rank": 4}, "rank=4 does not go with low-rank weights; legal: block-sparse"),
         ({"sparsity__hadamard": 4}, "hadamard=4 does not go with low-rank weights"),
         ({"run__init_from": "folder"}, "run.init_from with sparsity.pattern=low_rank"),
