@@ -41,11 +41,11 @@ def activation_changes(
     state = state._replace(rest=state.weights.with_fixed_layouts().rest)
     step = jax.jit(make_train_step(model, training))
     activations = jax.jit(functools.partial(_activations, model))
-    before = activations(state.weights, batches[0].tokens)
+    before = activations(state.weights.merged, batches[0].tokens)
     changes = []
     for batch in batches:
         state, _ = step(state, batch, np.float32(training.learning_rate))
-        after = activations(state.weights, batches[0].tokens)
+        after = activations(state.weights.merged, batches[0].tokens)
         changes.append({name: _rms(after[name] - before[name]) for name in ACTIVATIONS})
     return {name: np.array([float(c[name]) for c in changes]) for name in ACTIVATIONS}
 
@@ -54,12 +54,11 @@ def _rms(x):
     return jnp.sqrt(jnp.mean(jnp.square(x)))
 
 
-def _activations(model, model_weights, tokens):
-    params = model_weights.params
+def _activations(model, params, tokens):
     x = gpt.embed(model, params["embed"], tokens)
     activations = {"embed": x}
     branches = []
-    for i, weights in enumerate(stacks.weights(model, model_weights)):
+    for i, weights in enumerate(stacks.weights(model, params)):
         middle, x_after, _ = gpt.bind_block(layer_model(model, i), weights).residuals(x)
         branches.append((middle - x, x_after - middle))
         x = x_after

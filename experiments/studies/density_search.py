@@ -16,7 +16,7 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core import sums
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import EvalBatches, TrainingData
@@ -223,7 +223,7 @@ class Measurement:
 
     def loss(self, params: object, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
-        weights = ModelWeights(jax.device_put(params))
+        weights = weights_of(jax.device_put(params))
         total = sum(float(self._eval(weights, batch)) for batch in windows)
         return total / windows.total_tokens
 
@@ -259,7 +259,7 @@ class Measurement:
                 return site.kernel
             return prune(site.fit, site.held_out, site.kernel, target).kernel
 
-        weights = HeldLayers(self.model.weights)
+        weights = HeldLayers(self.model.params)
         pairs = pruned_layers(config, weights, self._batches, (name,), kernel)
         blocks = as_params((layer for _, layer in pairs), config.num_layers)
         return self.loss({**self.model.params, "blocks": blocks}, self._windows)

@@ -221,7 +221,7 @@ def save(
         folder,
         form,
         model.model,
-        jax.device_get(model.weights),
+        jax.device_get(model.params),
         model.tokenizer,
         context=model.context,
         card=card,

@@ -16,7 +16,6 @@ from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.trained import Model
@@ -63,7 +62,7 @@ def prune_language_model(
     if groups is None and where is not None:
         raise UserError('where does not go with block="narrow", which prunes all projections.')
     names = _selected(old, where)
-    before = rebuild.stored_before(old, model.weights) if model.params else {}
+    before = rebuild.stored_before(old, model.params) if model.params else {}
     # A narrow model needs no layout: what is left is dense, and whole heads and hidden features go.
     if groups is None:
         new, targets = rebuild.narrow_targets(old, _half(density), rounds)
@@ -75,7 +74,7 @@ def prune_language_model(
         given = None
         if pattern:
             params, given = _in_places(old, model.params, new)
-            layers = HeldLayers(ModelWeights(params))
+            layers = HeldLayers(params)
         targets = rebuild.sparser_targets(old, new, before, given, rounds)
         stored = functools.partial(sparse_layer, new, before)
     if out is None:
@@ -130,7 +129,7 @@ def _opened(model: object, by_layer: bool) -> tuple[Model, Layers]:
             f"model is a {type(model).__name__}; legal: sd.Model, a folder or name of one, or an "
             "nnx model."
         )
-    return model, HeldLayers(ModelWeights(jax.device_get(model.params)))
+    return model, HeldLayers(jax.device_get(model.params))
 
 
 def _in_places(old, params, new):
@@ -139,8 +138,7 @@ def _in_places(old, params, new):
     if old.linears:
         raise UserError("pattern moves the features of all projections; legal: a dense model.")
     pattern_pruning.refuse(old, {}, new)
-    weights = ModelWeights(jax.device_get(params))
-    return pattern_pruning.moved(old, weights.merged, new, "sd.prune")
+    return pattern_pruning.moved(old, jax.device_get(params), new, "sd.prune")
 
 
 def _spec(

@@ -363,7 +363,7 @@ def _continued(trainer, prompts):
     """Returns int [prompts, tokens], the greedy continuations, as long as the prompts if the
     context has room, and the median seconds of a step; None if all steps compiled."""
     model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
-    weights = kv_cache.prepare(model, trainer.state.weights)
+    weights = kv_cache.prepare(model, trainer.state.weights.merged)
     longest, context = max(map(len, prompts)), trainer.training.sequence
     count = min(longest, context - longest)
     steps, clock = [], []

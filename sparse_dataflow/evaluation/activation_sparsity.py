@@ -71,7 +71,7 @@ def with_thresholds(model: Model, tokens: TokenArray, share: Share) -> Model:
       UserError: the model has experts, or not a projection of the share.
     """
     config, groups = model.model, []
-    layers = stacks.weights(config, model.weights)
+    layers = stacks.weights(config, model.params)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)
     no_base: Any = None

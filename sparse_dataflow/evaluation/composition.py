@@ -83,7 +83,7 @@ class OneModel(Experts):
     def activate(self, name: str) -> tuple[Any, None]:
         if self._weights is None:
             model = self.models[name]
-            self._weights = kv_cache.prepare(model.model, model.weights, self._form)
+            self._weights = kv_cache.prepare(model.model, model.params, self._form)
         return self._weights, None
 
 
@@ -106,7 +106,7 @@ class Composition(Experts):
 
     def add(self, name: str, model: Model) -> None:
         """Copies a model to host memory; its parameters on the device are the caller's to free."""
-        self.add_weights(name, kv_cache.prepare(model.model, model.weights))
+        self.add_weights(name, kv_cache.prepare(model.model, model.params))
         self.models[name] = dataclasses.replace(model, params={})
 
     def add_weights(self, name: str, weights: kv_cache.Weights) -> None:

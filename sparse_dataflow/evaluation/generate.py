@@ -97,7 +97,7 @@ def generate(
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling = Sampling(**{n: v for n, v in options.items() if v is not None}, seed=seed)
     if weights is None:
-        weights = kv_cache.prepare(model.model, model.weights)
+        weights = kv_cache.prepare(model.model, model.params)
     # Text is decoded while tokens come: a stop string may end in the middle of a token, and the
     # stream ends once all rows have met theirs.
     stream = generate_tokens(

@@ -21,7 +21,6 @@ from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.cached_attention.cached_attention_op import cached_attention
@@ -63,12 +62,11 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def prepare(
-    config: ModelConfig, model_weights: ModelWeights, form: str = decoded_form.AUTO
-) -> Weights:
+def prepare(config: ModelConfig, params: dict, form: str = decoded_form.AUTO) -> Weights:
     """Casts the weights layer by layer to the compute dtype; routers stay float32.
 
     Args:
+      params: parameters with their layouts; see `gpt`.
       form: of weights, see `decoded_form`.
 
     Raises:
@@ -77,7 +75,6 @@ def prepare(
     decoded_form.check(config, form)
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
-    params = model_weights.merged
     layers: list[dict] = []
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
@@ -126,9 +123,9 @@ def random_weights(config: ModelConfig, seed: int) -> Weights:
         layer_config = dataclasses.replace(group.model, num_layers=1)
         init = jax.jit(functools.partial(gpt.init, layer_config))
         for i, layer in enumerate(group.layers):
-            params = init(jax.random.fold_in(key, layer))
             layouts = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
-            weights = prepare(layer_config, ModelWeights(params, {"blocks": layouts}))
+            params = merged(init(jax.random.fold_in(key, layer)), {"blocks": layouts})
+            weights = prepare(layer_config, params)
             layers += weights.layers
     return weights._replace(layers=tuple(layers))
 

@@ -31,7 +31,6 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.experts import collect, dispatch, spread
 from sparse_dataflow.core.model.projection import without_layout
 from sparse_dataflow.core.model.shard import UNSHARDED
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.composition import DEVICE, HOST
@@ -117,13 +116,13 @@ class OffloadedExperts:
         params = stacks.map_arrays(np.asarray, model.params)
         others = {**params, "blocks": join_groups([*map(_others, split_groups(params["blocks"]))])}
         others = stacks.map_arrays(lambda leaf: jax.device_put(leaf, self._device), others)
-        weights = jax.device_put(kv_cache.prepare(config, ModelWeights(others)), self._device)
+        weights = jax.device_put(kv_cache.prepare(config, others), self._device)
         del others  # Frees the float32 weights before the slots are allocated.
         self.other_bytes = _bytes(weights)
         self._ends = weights._replace(layers=())
         self._layers: list[_Layer] = []
         dtype = jnp.dtype(config.compute_dtype)
-        layers = stacks.weights(config, ModelWeights(params))
+        layers = stacks.weights(config, params)
         for resident, stored in zip(weights.layers, layers, strict=True):
             stacked = _experts(stored)
             experts = [

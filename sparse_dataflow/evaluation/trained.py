@@ -17,7 +17,6 @@ from sparse_dataflow.core.layouts.layout import blocks_text
 from sparse_dataflow.core.model import partition
 from sparse_dataflow.core.model.partition import without_left_out, without_tables
 from sparse_dataflow.core.model.stacks import (
-    ModelWeights,
     layout_of_leaf,
     layouts_by_name,
     layouts_by_place,
@@ -105,11 +104,6 @@ class Model:
     def context(self) -> int:
         """Context length of the training in tokens."""
         return self.training.sequence
-
-    @property
-    def weights(self) -> ModelWeights:
-        """All weights with their layouts."""
-        return ModelWeights(self.params)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, "_Static"]:
         """See `jax.tree_util.register_pytree_with_keys_class`.

@@ -9,7 +9,6 @@ import numpy as np
 from sparse_dataflow.core.config.model import SUPAR_HEAD, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PRECISIONS
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.kind import LAYOUT, with_term
@@ -17,7 +16,7 @@ from sparse_dataflow.core.weights.kind import LAYOUT, with_term
 QKV = ("q", "k", "v")
 
 
-def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, dict]:
+def dense_form(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """Converts a model to a dense one of standard parametrization.
 
     Blocks that are not stored become zeros, two factors their product. Hadamard transforms and
@@ -27,7 +26,6 @@ def dense_form(model: ModelConfig, weights: ModelWeights) -> tuple[ModelConfig, 
     Returns:
       (dense config, dense parameter tree in numpy float32).
     """
-    params = weights.merged
     dense = dataclasses.replace(model, linears={}, parametrization="standard")
     layers = []
     for layer_params in stacks.layers(params["blocks"]):

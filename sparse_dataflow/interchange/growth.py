@@ -23,7 +23,6 @@ from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import ROUTER, TABLE
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
@@ -31,15 +30,15 @@ from sparse_dataflow.interchange.width import SPREAD, WIDTHS, head_sources, wide
 
 
 def grown(
-    old: ModelConfig, weights: ModelWeights, new: ModelConfig, key: jax.Array
-) -> tuple[ModelConfig, ModelWeights]:
-    """Returns (config, weights) of the shape of `new` and the function of `old`.
+    old: ModelConfig, params: dict, new: ModelConfig, key: jax.Array
+) -> tuple[ModelConfig, dict]:
+    """Returns (config, params) of the shape of `new` and the function of `old`.
 
     Storage is that of the old model, except that stored blocks become dense where experts are, or
     where the wider model cannot repeat them.
 
     Args:
-      weights: with concrete layouts.
+      params: with concrete layouts.
       new: config of the larger model.
       key: draws new parameters.
 
@@ -50,13 +49,13 @@ def grown(
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     spread = 0.0
     if _widens(old, new):
-        old, weights = wider(old, weights, new, rng)
+        old, params = wider(old, params, new, rng)
         spread = SPREAD
     if new.num_layers > old.num_layers:
-        old, weights = _deeper(old, weights, new.num_layers, spread, rng)
+        old, params = _deeper(old, params, new.num_layers, spread, rng)
     if new.experts and not old.experts:
-        old, weights = _with_experts(old, weights, new, key)
-    return old, weights
+        old, params = _with_experts(old, params, new, key)
+    return old, params
 
 
 def grown_config(old: ModelConfig, new: ModelConfig) -> ModelConfig:
@@ -147,10 +146,9 @@ def _deeper_config(old, num_layers):
     return dataclasses.replace(old, num_layers=num_layers, density_by_depth=by_depth)
 
 
-def _deeper(old, weights, num_layers, spread, rng):
+def _deeper(old, params, num_layers, spread, rng):
     """Inserts blocks that add nothing to the residual stream."""
     config = _deeper_config(old, num_layers)
-    params = weights.merged
     trees = list(stacks.layers(params["blocks"]))
     sources = layer_sources(old.num_layers, num_layers)
     is_new = np.diff(sources, prepend=-1) == 0
@@ -159,7 +157,7 @@ def _deeper(old, weights, num_layers, spread, rng):
         for i, new in zip(sources, is_new)
     ]
     blocks = stacks.stacked_layers(config, layers)
-    return config, ModelWeights({**params, "blocks": blocks})
+    return config, {**params, "blocks": blocks}
 
 
 def _varied(model, tree, spread, rng):
@@ -214,9 +212,9 @@ def _stored_in_experts(old, new):
     return [name for name in names if new.linear(name).weight.stores_blocks]
 
 
-def _with_experts(old, weights, new, key):
+def _with_experts(old, params, new, key):
     """Puts the MLP in every expert, over the number of experts whose outputs are summed."""
-    config, layouts = _experts_config(old, new), stacks.layouts_of(old, weights.merged)
+    config, layouts = _experts_config(old, new), stacks.layouts_of(old, params)
     names = [name for name in old.projections if name in MLP]
     stored = _stored_in_experts(old, new)
     for name in stored:
@@ -225,7 +223,7 @@ def _with_experts(old, weights, new, key):
             _refuse_other_layouts(new, name)
     share = np.float32(1 / (new.prototypes + new.shared_expert))
     routers = _drawn_routers(config, key)
-    layers, params = [], weights.merged
+    layers = []
     for i, tree in enumerate(stacks.layers(params["blocks"])):
         layer, mlp = dict(tree), {}
         for name in names:
@@ -240,7 +238,7 @@ def _with_experts(old, weights, new, key):
         experts |= {"shared": mlp} if new.shared_expert else {}
         layers.append({**layer, "experts": experts})
     blocks = stacks.stacked_layers(config, layers)
-    return config, ModelWeights({**params, "blocks": blocks})
+    return config, {**params, "blocks": blocks}
 
 
 def _refuse_other_layouts(new, name):

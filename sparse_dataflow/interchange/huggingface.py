@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import RunRecord
@@ -84,11 +83,6 @@ class Imported(NamedTuple):
     tokenizer: Tokenizer
     digest: str
     architecture: str
-
-    @property
-    def weights(self) -> ModelWeights:
-        """Parameters with their layouts."""
-        return ModelWeights(self.params)
 
 
 def is_directory(folder: str | Path) -> bool:
@@ -376,7 +370,7 @@ def write(
     folder: str | Path,
     form: str,
     model: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     tokenizer: Tokenizer,
     *,
     context: int,
@@ -390,7 +384,7 @@ def write(
       folder: folder to create; it must not exist.
       form: "dense": `transformers` loads it; "sparse": only stored blocks; "gguf": the dense
         weights as a file that llama.cpp runs; "program": programs of jax, with the stored blocks.
-      weights: parameters, see `gpt`, and layouts, in numpy.
+      params: parameters with layouts, in numpy; see `gpt`.
       tokenizer: tokenizer of the model. If it was imported, the export has its original ids.
       context: sequence length of the training, in tokens.
       card: text of README.md.
@@ -420,8 +414,7 @@ def write(
             f"{', '.join(architectures.ARCHITECTURES)}."
         )
     # An imported tokenizer may have another order of ids here; the export has the original one.
-    params = reordered(weights.params, tokenizer.ids_from_original)
-    weights = dataclasses.replace(weights, params=params)
+    params = reordered(params, tokenizer.ids_from_original)
     began = str((_source(tokenizer) or {}).get("model_type"))
     if form == GGUF:
         chosen = gguf_form.choose(_plain(model), architecture, began)
@@ -438,18 +431,18 @@ def write(
             config = _exported_fields(name, representation, tokenizer, dtype)
             (partial / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
             row = architectures.ARCHITECTURES[name]
-            arrays = _tensors(row, representation, *dense_form(model, weights))
+            arrays = _tensors(row, representation, *dense_form(model, params))
             files = tensors.write(partial, tensors.as_dtype(arrays, dtype), {})
         elif form == GGUF:
             row = metadata.stored_row(architectures.ARCHITECTURES[chosen.name])
-            arrays = _tensors(row, chosen.representation, *dense_form(model, weights))
+            arrays = _tensors(row, chosen.representation, *dense_form(model, params))
             title = folder.absolute().name
             gguf_form.write(partial, chosen, arrays, tokenizer, title, dtype)
             (partial / CARD).write_text(card, encoding="utf-8")
         if form in ("sparse", "program"):
             more = sparse_fields(tokenizer)
             write_form = sparse_form.write if form == "sparse" else program_form.write
-            files = write_form(partial, model, weights, context, more, dtype)
+            files = write_form(partial, model, params, context, more, dtype)
         if form != GGUF:
             write_rest(partial, files, tokenizer, context, card)
     return folder

@@ -20,7 +20,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files import derived, json_files, manifest, storage
 from sparse_dataflow.files.addresses import local_path
@@ -168,14 +167,12 @@ class PrunedDirectory:
         self._write(-1, flatten(ends), {})
         del ends
         layouts = [self._layouts[number] for number in range(self._model.num_layers)]
-        weights_without_arrays = ModelWeights({}, stored_layouts(self._model, layouts))
         more = huggingface.sparse_fields(tokenizer)
         sentence = "`sparse_dataflow.load` reads this model."
         card = short_card(self._folder.name, sentence, self._model)
         with self._writing():
-            sparse_form.write_small_files(
-                self._work, self._model, weights_without_arrays, context, more
-            )
+            stored = stored_layouts(self._model, layouts)
+            sparse_form.write_small_files(self._work, self._model, stored, context, more)
             files = tensors.write_index(self._work, self._places())
             huggingface.write_rest(self._work, files, tokenizer, context, card)
             storage.flush_tree(self._work)

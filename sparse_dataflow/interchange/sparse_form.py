@@ -26,7 +26,6 @@ from sparse_dataflow.core.config.layer_groups import layer_linear, layer_model
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, rotary, scales, stacks
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import masked_file, tensors
@@ -44,7 +43,7 @@ METADATA = {"sparse_dataflow": FORMAT}
 def write(
     folder: Path,
     model: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     context: int,
     more: Mapping[str, object],
     dtype: str = DTYPES[0],
@@ -55,8 +54,7 @@ def write(
     Args:
       dtype: of DTYPES, of the floats.
     """
-    write_small_files(folder, model, weights, context, more)
-    params = weights.merged
+    write_small_files(folder, model, params, context, more)
     arrays = flatten({name: section for name, section in params.items() if name != "blocks"})
     for i, layer in enumerate(stacks.layers(params["blocks"])):
         arrays |= layer_tensors(model, layer, i)
@@ -66,14 +64,14 @@ def write(
 def write_small_files(
     folder: Path,
     model: ModelConfig,
-    weights: ModelWeights,
+    params: object,
     context: int,
     more: Mapping[str, object],
 ) -> None:
     """Writes config.json, with `more` fields, and the reader for PyTorch.
 
     Args:
-      weights: of the model; only their layouts are read.
+      params: of the model; only their layouts are read.
     """
     fields = {
         "model_type": MODEL_TYPE,
@@ -81,7 +79,7 @@ def write_small_files(
         "model": model.to_json(),
         "context": context,
         **{name: value for name, value in more.items() if value is not None},
-        "layout": _digest(weights),
+        "layout": _digest(params),
         "forward": _forward(model),
     }
     (folder / CONFIG).write_text(json.dumps(fields, indent=1) + "\n")
@@ -153,7 +151,7 @@ def read(folder: str | Path) -> tuple[ModelConfig, dict]:
     blocks = stacks.stacked_layers(model, layers)
     params = {**_read_tree(files.read, other_sections), "blocks": blocks}
     stacks.layouts_of(model, params)  # Raises UserError for tables of no legal layout.
-    digest = _digest(ModelWeights(params))
+    digest = _digest(params)
     if json_files.load(folder / CONFIG).get("layout") not in (None, digest):
         raise UserError(
             f"{folder} has the tables of another layout than its config.json; restore its files "
@@ -199,10 +197,10 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{path} is not a sparse export that can be read ({error}).") from None
 
 
-def _digest(weights):
+def _digest(params):
     """Returns the sha256 (hex) of the layout tables of all layers."""
     combined = hashlib.sha256()
-    for name, table in sorted(flatten(stacks.layouts_by_name(weights.merged)).items()):
+    for name, table in sorted(flatten(stacks.layouts_by_name(params)).items()):
         combined.update(f"{name}{np.shape(table)}".encode())
         combined.update(np.ascontiguousarray(table, "<i4").tobytes())
     return combined.hexdigest()

@@ -31,7 +31,6 @@ from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, partition, stacks
 from sparse_dataflow.core.model.partition import trained_and_rest, without_tables
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.core.training import cost
@@ -77,11 +76,6 @@ class StartingPoint(NamedTuple):
     params: dict
     tokenizer: Tokenizer
     provenance: json_files.JsonObject
-
-    @property
-    def weights(self) -> ModelWeights:
-        """The weights with their layouts."""
-        return ModelWeights(self.params)
 
     @property
     def words(self) -> str:
@@ -362,8 +356,8 @@ def initial_state_from(
       UserError: the weights of `start` do not fit `model`.
     """
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
-    larger, weights = growth.grown(start.model, start.weights, model, key)
-    start = start._replace(model=larger, params=weights.merged)
+    larger, params = growth.grown(start.model, start.params, model, key)
+    start = start._replace(model=larger, params=params)
     _refuse_mismatch(start.model, model)
     model_layouts.check_layouts(model)
     rebuilding = prune_by == "rebuild" and rebuild.prunes(start.model, model)
@@ -375,7 +369,7 @@ def initial_state_from(
         refit = functools.partial(_refitted, batches=calibration) if rebuilding else None
         state = pattern_pruning.to_pattern(state, start.model, model, refit)
     elif rebuilding:
-        dense, params, layouts = run_start.to_blocks(start.model, start.weights, model, calibration)
+        dense, params, layouts = run_start.to_blocks(start.model, start.params, model, calibration)
         state = state._replace(params=jax.tree.map(jnp.array, params), rest=())
         state = change_model(state, dense, model, given=layouts)
     else:
@@ -386,7 +380,7 @@ def initial_state_from(
 
 def _refitted(old, params, new, layouts, batches):
     """Returns dense params that are fitted on the blocks of layouts."""
-    return run_start.to_blocks(old, ModelWeights(params), new, batches, layouts)[1]
+    return run_start.to_blocks(old, params, new, batches, layouts)[1]
 
 
 def adapter_state_from(

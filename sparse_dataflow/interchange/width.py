@@ -25,7 +25,7 @@ from sparse_dataflow.core.config.projections import (
 )
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, ROUTER
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange.equivalent_forms import dense_module
@@ -106,15 +106,15 @@ def wider_config(old: ModelConfig, new: ModelConfig) -> ModelConfig:
 
 
 def wider(
-    old: ModelConfig, weights: ModelWeights, new: ModelConfig, rng: np.random.Generator
-) -> tuple[ModelConfig, ModelWeights]:
-    """Returns (config, weights) of the widths of `new`, with equal logits.
+    old: ModelConfig, params: dict, new: ModelConfig, rng: np.random.Generator
+) -> tuple[ModelConfig, dict]:
+    """Returns (config, params) of the widths of `new`, with equal logits.
 
     Stored blocks stay stored blocks where every feature has equally many copies: the layout is
     repeated.  Elsewhere they become dense.
 
     Args:
-      weights: with concrete layouts.
+      params: with concrete layouts.
       new: config of the wider model; `growth.grown` refuses other shapes.
       rng: draws the shares.
 
@@ -122,12 +122,12 @@ def wider(
       UserError: see `wider_config`.
     """
     sources, config = Sources.of(old, new), wider_config(old, new)
-    layouts = stacks.layouts_of(old, weights.merged)
+    layouts = stacks.layouts_of(old, params)
     linears = dict(config.linears)
     unstored = [name for name in layouts if name not in linears]
     wide_layouts: dict[str, list[BlockLayout]] = {}
     layers = []
-    arrays, _ = stacks.split_layouts(weights.merged)
+    arrays, _ = stacks.split_layouts(params)
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), arrays)
     for i, layer in enumerate(stacks.layers(params["blocks"])):
         for name in unstored:
@@ -149,7 +149,7 @@ def wider(
         head["output"] = factor * _shared(head["output"].T, sources.stream, rng).T
     blocks = stacks.stacked_layers(config, layers)
     wide_params = {"embed": embed, "blocks": blocks, "head": head}
-    return config, ModelWeights(wide_params, stacks.stored_layouts(config, wide_layouts))
+    return config, merged(wide_params, stacks.stored_layouts(config, wide_layouts))
 
 
 def reordered(

@@ -21,7 +21,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PRECISIONS, ROW_PARALLEL
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import arrays, layer_weights
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.weight import Linear
 from sparse_dataflow.files.errors import UserError
@@ -79,14 +78,14 @@ class Layers(Protocol):
 class HeldLayers:
     """Parameters that are in memory."""
 
-    def __init__(self, weights: ModelWeights):
-        """Takes the weights, on the host."""
-        self._weights = weights
-        self._layers = list(stacks.layers(weights.merged["blocks"]))
+    def __init__(self, params: dict):
+        """Takes the parameters with their layouts, on the host."""
+        self._params = params
+        self._layers = list(stacks.layers(params["blocks"]))
 
     def ends(self) -> dict:
         """See `Layers`."""
-        return {name: tree for name, tree in self._weights.merged.items() if name != "blocks"}
+        return {name: tree for name, tree in self._params.items() if name != "blocks"}
 
     def layer(self, number: int) -> dict:
         """See `Layers`."""
@@ -95,7 +94,7 @@ class HeldLayers:
     def digest(self) -> str:
         """See `Layers`."""
         combined = hashlib.sha256()
-        for leaf in jax.tree.leaves(self._weights.merged):
+        for leaf in jax.tree.leaves(self._params):
             combined.update(np.ascontiguousarray(leaf).tobytes())
         return combined.hexdigest()
 

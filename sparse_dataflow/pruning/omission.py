@@ -28,7 +28,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.block_gradients import Portions, portions
 from sparse_dataflow.core.model import gpt, partition, stacks
 from sparse_dataflow.core.model.left_out import LEFT_OUT, POSITIONS
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import TrainState, map_moments
 from sparse_dataflow.core.training.transitions import Change
 from sparse_dataflow.pruning.inputs import observed_block
@@ -58,7 +57,7 @@ def _change_features(
     if rule == "uniform":
         importance = np.ones((model.num_layers, model.d_ff))
     else:
-        importance = magnitudes(model, state.weights, batches, division)
+        importance = magnitudes(model, state.weights.merged, batches, division)
     # A resumed run draws the same features: draws follow from the state's key and step.
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
@@ -86,22 +85,22 @@ def least(
 
 
 def magnitudes(
-    model: ModelConfig, weights: ModelWeights, batches: Iterable[Batch], division: Portions
+    model: ModelConfig, params: dict, batches: Iterable[Batch], division: Portions
 ) -> np.ndarray:
     """Returns the mean absolute activation of each hidden feature, float64 [layers, d_ff].
 
     Only one layer at a time is on the device where the weights are in host memory.
 
     Args:
-      weights: canonical.
+      params: canonical, with their layouts.
       batches: as put by the executor.
       division: the sequences that are measured.
     """
     total = np.zeros((model.num_layers, model.d_ff))
-    embed = jax.tree.map(jnp.asarray, weights.merged["embed"])
+    embed = jax.tree.map(jnp.asarray, params["embed"])
     for portion in division.divide(batches):
         x = gpt.embed(model, embed, portion.tokens)
-        for number, layer in enumerate(stacks.weights(model, weights)):
+        for number, layer in enumerate(stacks.weights(model, params)):
             layer = jax.tree.map(jnp.asarray, layer)
             x, mean = _apply(layer_model(model, number), layer, x)
             total[number] += to_host(mean)

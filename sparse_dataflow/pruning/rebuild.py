@@ -14,7 +14,6 @@ from sparse_dataflow.core.config.projections import KEY_VALUE, MLP, ROW_PARALLEL
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.transitions import host_masks
 from sparse_dataflow.core.weights.kind import BIAS, Leaf
 from sparse_dataflow.files.errors import UserError
@@ -112,20 +111,19 @@ class Rebuilt(NamedTuple):
 
 
 def rebuilt(
-    model: ModelConfig, weights: ModelWeights, batches: Sequence[np.ndarray], targets: Targets
+    model: ModelConfig, params: dict, batches: Sequence[np.ndarray], targets: Targets
 ) -> Rebuilt:
-    """Returns all of `rebuilt_layers` of weights on the host, as one model."""
+    """Returns all of `rebuilt_layers` of params with layouts on the host, as one model."""
     masks: dict[str, list[np.ndarray]] = {name: [] for name in targets}
 
     def layers():
-        for layer in rebuilt_layers(model, HeldLayers(weights), batches, targets):
+        for layer in rebuilt_layers(model, HeldLayers(params), batches, targets):
             for name, mask in layer.masks.items():
                 masks[name].append(mask)
             yield layer.weights
 
     dense = dataclasses.replace(model, linears={}, density_by_depth=())
-    params = {**weights.merged, "blocks": as_params(layers(), model.num_layers)}
-    return Rebuilt(dense, params, masks)
+    return Rebuilt(dense, {**params, "blocks": as_params(layers(), model.num_layers)}, masks)
 
 
 def report(path: str, tokens: int, result: Pruned, layers: int | None = None) -> None:
@@ -177,7 +175,7 @@ def is_possible(model: ModelConfig) -> bool:
 
 def to_blocks(
     old: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     new: ModelConfig,
     batches: Sequence[np.ndarray],
     given: Mapping[str, Sequence[BlockLayout]] | None = None,
@@ -189,6 +187,7 @@ def to_blocks(
 
     Args:
       old: of the weights.
+      params: with layouts, on the host.
       new: the same shape, with sparser projections.
       given: projection -> layout of each layer; None for the blocks that cost most to remove.
       rounds: see `Target`.
@@ -197,9 +196,9 @@ def to_blocks(
       The weights, and for each projection the layout of each layer, or the mask, bool [in, out], of
       a masked weight: `given` of `transitions.change_model`.
     """
-    before = stored_before(old, weights)
+    before = stored_before(old, params)
     targets = sparser_targets(old, new, before, given, rounds)
-    result = rebuilt(old, weights, batches, targets)
+    result = rebuilt(old, params, batches, targets)
     chosen = {name: iter(masks) for name, masks in result.masks.items()}
     stored: dict[str, list] = {}
     for layer in range(new.num_layers):
@@ -209,10 +208,9 @@ def to_blocks(
     return result, stored
 
 
-def stored_before(model: ModelConfig, weights: ModelWeights) -> dict[str, Any]:
+def stored_before(model: ModelConfig, params: dict) -> dict[str, Any]:
     """Returns projection -> layout, or mask bool [in, out], of each layer of a model."""
-    masks = host_masks(model, weights.merged)
-    return {**stacks.layouts_of(model, weights.merged), **masks}
+    return {**stacks.layouts_of(model, params), **host_masks(model, params)}
 
 
 def sparser_targets(

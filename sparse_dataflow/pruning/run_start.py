@@ -9,21 +9,20 @@ import numpy as np
 from sparse_dataflow.core import collectives
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.transitions import Batches
 from sparse_dataflow.pruning import rebuild
 
 
 def to_blocks(
     old: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     new: ModelConfig,
     batches: Sequence[np.ndarray],
     given: Mapping[str, Sequence[BlockLayout]] | None = None,
 ) -> tuple[ModelConfig, dict, dict[str, list]]:
     """Returns (dense model, its params, what is stored) of `rebuild.to_blocks`, equal on all
     processes."""
-    result, stored = rebuild.to_blocks(old, weights, new, batches, given)
+    result, stored = rebuild.to_blocks(old, params, new, batches, given)
     as_mask = lambda each: each.mask if isinstance(each, BlockLayout) else each  # noqa: E731
     # Each process has other rows of the batches.
     params, masks = collectives.broadcast_arrays(

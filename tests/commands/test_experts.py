@@ -13,7 +13,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import phase_specs
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.relay.relay_executor import RelayExecutor
@@ -99,6 +98,4 @@ def test_tokens_travel_to_experts_of_a_mesh_alone():
 
 def test_sparse_form_is_refused(tmp_path):
     with pytest.raises(UserError, match="legal with experts: form=dense, or the run folder"):
-        huggingface.write(
-            tmp_path / "out", "sparse", MODEL, weights_of({}), None, context=16, card=""
-        )
+        huggingface.write(tmp_path / "out", "sparse", MODEL, {}, None, context=16, card="")

@@ -74,7 +74,7 @@ def test_each_tensor_has_the_share_of_zeros(share):
     @jax.jit
     def all_shares(params):
         x, shares = gpt.embed(config, params["embed"], tokens), []
-        for layer in stacks.weights(config, model.weights):
+        for layer in stacks.weights(config, model.params):
             x, layer_shares = observed_block(config, layer, x, zeros)
             shares.append(layer_shares)
         return shares

@@ -14,7 +14,7 @@ from small_models import arbitrary_params, tables_of
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.masked import Masked
@@ -104,16 +104,16 @@ def test_logits_are_those_of_the_whole_weights(how):
         config = model(outputs, density, block, dtype, layers=1)
         params = params_of(config, seed)
         params = params if even else uneven(params, seed, outputs)
-        rows = kv_cache.prepare(config, ModelWeights(params, {}))
+        rows = kv_cache.prepare(config, params)
         assert stored(rows) == {Rows}
-        whole = kv_cache.prepare(config, ModelWeights(params, {}), "dense")
+        whole = kv_cache.prepare(config, params, "dense")
         assert stored(whole) == {Masked}
         tolerance = {"float32": 3e-4, "bfloat16": 0.1}[dtype]
         expected = logits(config, whole, seed, batch)
         scale = max(1, np.abs(expected).max())
         difference = np.abs(logits(config, rows, seed, batch) - expected).max()
         assert difference <= tolerance * scale
-        rounded = kv_cache.prepare(config, ModelWeights(params, {}), "int8")
+        rounded = kv_cache.prepare(config, params, "int8")
         int8 = [leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(rounded)]
         assert sum(int8) == 1 + len(config.projections)
         assert np.abs(logits(config, rounded, seed, batch) - expected).max() <= 0.1 * scale
@@ -127,13 +127,13 @@ def test_each_form_of_rows_compiles_the_kernels(monkeypatch, form):
     calls: list[None] = []
     monkeypatch.setattr(decoded_form, "_refusal", lambda: calls.append(None) or "")
     config = model()
-    kv_cache.prepare(config, ModelWeights(params_of(config, 0), {}), form)
+    kv_cache.prepare(config, params_of(config, 0), form)
     assert calls
 
 
 @pytest.mark.parametrize("config", [DENSE, blocks(4), model(4), model(1), model(4, block=4)])
 def test_weights_that_are_not_rows_are_refused_by_name_alone(config):
-    model_weights = ModelWeights(params_of(config, 0), tables_of(config))
+    model_weights = merged(params_of(config, 0), tables_of(config))
     with pytest.raises(UserError, match=r"no masks of rows .* legal: auto, dense"):
         kv_cache.prepare(config, model_weights, "rows")
 
@@ -147,18 +147,18 @@ def test_a_mask_of_other_entries_stays_whole(monkeypatch, layer, projection):
     mask = params["blocks"][projection]["mask"].copy()
     mask[layer, 3] = np.arange(mask.shape[-1]) % 2 == 0
     params["blocks"][projection]["mask"] = mask
-    weights = kv_cache.prepare(config, ModelWeights(params, {}))
+    weights = kv_cache.prepare(config, params)
     for number, each in enumerate(weights.layers):
         is_whole = each[projection].weight.inputs is None
         assert is_whole == (number == layer)
     with pytest.raises(UserError, match=f"mask of {projection} in layer {layer} is not of rows"):
-        kv_cache.prepare(config, ModelWeights(params, {}), "rows")
+        kv_cache.prepare(config, params, "rows")
 
 
 @pytest.mark.parametrize("block", [8, 16])
 def test_blocks_are_decoded_as_rows(how, block):
     config = dataclasses.replace(blocks(block), num_layers=1)
-    model_weights = ModelWeights(params_of(config, 0), tables_of(config))
+    model_weights = merged(params_of(config, 0), tables_of(config))
     rows = kv_cache.prepare(config, model_weights)
     assert stored(rows) == {Rows}
     whole = kv_cache.prepare(config, model_weights, "dense")
@@ -171,13 +171,13 @@ def test_blocks_are_decoded_as_rows(how, block):
 
 def test_another_form_is_refused():
     with pytest.raises(UserError, match="form 'sparse' is unknown; legal: auto, rows, dense, int8"):
-        kv_cache.prepare(model(), ModelWeights(params_of(model(), 0), {}), "sparse")
+        kv_cache.prepare(model(), params_of(model(), 0), "sparse")
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_other_platforms_decode_whole_weights(monkeypatch, platform):
     monkeypatch.setattr(dispatch, "platform", lambda: platform)
-    model_weights = ModelWeights(params_of(model(), 0), {})
+    model_weights = params_of(model(), 0)
     assert stored(kv_cache.prepare(model(), model_weights)) == {Masked}
     with pytest.raises(UserError, match=f"Rows run on CPUs, and this is {platform}"):
         kv_cache.prepare(model(), model_weights, "rows")
@@ -192,7 +192,7 @@ def test_a_refused_kernel_is_said_once(monkeypatch, capsys, tmp_path):
     decoded_form._first_refusal.cache_clear()
     try:
         for _ in range(2):
-            weights = kv_cache.prepare(model(), ModelWeights(params_of(model(), 0), {}))
+            weights = kv_cache.prepare(model(), params_of(model(), 0))
     finally:
         decoded_form._first_refusal.cache_clear()
     [line] = capsys.readouterr().err.splitlines()
@@ -204,7 +204,7 @@ def test_a_refused_kernel_is_said_once(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_a_dense_model_has_the_same_logits_as_rows(how, tied, positions):
     config = dataclasses.replace(DENSE, tied_embeddings=tied, positions=positions, num_layers=1)
-    model_weights = ModelWeights(params_of(config, 0), {})
+    model_weights = params_of(config, 0)
     rows = kv_cache.prepare(config, model_weights)
     assert stored(rows) == {Rows}
     whole = kv_cache.prepare(config, model_weights, "dense")
@@ -217,7 +217,7 @@ def test_a_dense_model_has_the_same_logits_as_rows(how, tied, positions):
 def test_decoding_bytes_are_those_of_the_rows(monkeypatch, config, dtype):
     monkeypatch.setattr(decoded_form, "_refusal", lambda: "")
     config = dataclasses.replace(config, compute_dtype=dtype)
-    model_weights = ModelWeights(params_of(config, 0), tables_of(config))
+    model_weights = merged(params_of(config, 0), tables_of(config))
     weights = kv_cache.prepare(config, model_weights)
     linears = [m for layer in weights.layers for m in layer.values() if hasattr(m, "weight")]
     read = config.vocab_size * config.d_model * jnp.dtype(dtype).itemsize

@@ -13,7 +13,7 @@ from small_models import shapes_of, tables_of
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.evaluation import generate as generate_module
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.evaluation.generate import bucket, generate, generate_tokens
@@ -42,7 +42,7 @@ def draw_prompts(lengths, vocab_size=40, seed=1):
 
 def greedy_tokens(config, prompts, count, context=16):
     params, tables = confident_model(config)
-    weights = kv_cache.prepare(config, ModelWeights(params, tables))
+    weights = kv_cache.prepare(config, merged(params, tables))
     return list(zip(*generate_tokens(config, weights, prompts, count, context)))
 
 
@@ -79,7 +79,7 @@ def test_a_full_context_ends_only_its_row():
 )
 def test_tokens_do_not_depend_on_how_many_a_program_writes(monkeypatch, sampling):
     params, tables = confident_model(SPARSE)
-    weights = kv_cache.prepare(SPARSE, ModelWeights(params, tables))
+    weights = kv_cache.prepare(SPARSE, merged(params, tables))
     written = {}
     for most, seconds in ((1, 1e9), (8, 0), (8, 1e9)):
         counts = []

@@ -15,8 +15,9 @@ from small_models import arbitrary_params, tables_of
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import arrays
-from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.planner.decoding import decoding_bytes
@@ -40,7 +41,7 @@ def random_model(config, seed=0):
 @pytest.mark.parametrize("config", some(CONFIGS, *MOST_DIFFERENT))
 def test_incremental_logits_equal_those_of_the_complete_text(config):
     params, tables = random_model(config)
-    weights = kv_cache.prepare(config, ModelWeights(params, tables))
+    weights = kv_cache.prepare(config, merged(params, tables))
     whole_logits = jax.jit(
         lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
     )
@@ -74,7 +75,7 @@ def test_incremental_logits_equal_those_of_the_complete_text(config):
 )
 def test_caches_with_room_are_written_as_others(rows, new, at):
     params, tables = random_model(DENSE)
-    weights = kv_cache.prepare(DENSE, ModelWeights(params, tables))
+    weights = kv_cache.prepare(DENSE, merged(params, tables))
     rng = np.random.default_rng(at)
     shape = rows, DENSE.kv_heads, 8, DENSE.head_width
     keys, values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
@@ -90,7 +91,7 @@ def test_caches_with_room_are_written_as_others(rows, new, at):
 def test_logits_depend_on_the_position():
     """Guards the test above against being vacuous."""
     params, tables = random_model(DENSE)
-    weights = kv_cache.prepare(DENSE, ModelWeights(params, tables))
+    weights = kv_cache.prepare(DENSE, merged(params, tables))
     prompts, lengths = np.full((1, 4), 3, np.int32), np.array([4], np.int32)
     _, caches = kv_cache.prefill(DENSE, weights, prompts, lengths, cache_tokens=8)
     right = decode_token(DENSE, weights, caches, np.array([5]), np.array([4]))[0]
@@ -105,7 +106,7 @@ def test_a_gpu_decodes_without_kernels_and_without_tables_of_equal_groups(
 ):
     """Each kernel would be compiled by itself in every layer; tables would be arguments."""
     config = DENSE.with_linears(LinearSpec("block_sparse", pattern, density=0.5, block=8))
-    model_weights = ModelWeights(*random_model(config))
+    model_weights = merged(*random_model(config))
     tokens = np.arange(rows, dtype=np.int32)
     cache = jnp.zeros((rows, config.kv_heads, 4, config.head_width))
     caches = (kv_cache.LayerCache(cache, cache),) * config.num_layers
@@ -124,7 +125,7 @@ def test_a_gpu_decodes_without_kernels_and_without_tables_of_equal_groups(
 
 def test_weights_are_cast_once():
     config = dataclasses.replace(SPARSE, compute_dtype="bfloat16")
-    weights = kv_cache.prepare(config, ModelWeights(*random_model(config)))
+    weights = kv_cache.prepare(config, merged(*random_model(config)))
     floats = [a for a in jax.tree.leaves(weights) if not np.issubdtype(a.dtype, np.integer)]
     assert {str(leaf.dtype) for leaf in floats} == {"bfloat16"}
     assert len(weights.layers) == config.num_layers
@@ -169,7 +170,7 @@ def test_zeros_save_the_bytes_of_long_rows_of_the_first_factor():
 def test_equal_layers_are_traced_once(monkeypatch):
     config = dataclasses.replace(DENSE, num_layers=5, seed=123)
     params, tables = random_model(config)
-    weights = kv_cache.prepare(config, ModelWeights(params, tables))
+    weights = kv_cache.prepare(config, merged(params, tables))
     traced, block = [], kv_cache.gpt.block
     monkeypatch.setattr(
         kv_cache.gpt, "block", lambda *args, **more: traced.append(1) or block(*args, **more)

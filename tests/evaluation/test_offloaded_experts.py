@@ -65,7 +65,7 @@ def tokens_of(model, weights, lengths):
 @pytest.mark.parametrize(("config", "slots", "lengths"), some(CASES, "block-sparse"))
 def test_tokens_are_those_of_experts_on_the_device(config, slots, lengths):
     model = drawn(config)
-    expected = tokens_of(model, kv_cache.prepare(config, model.weights), lengths)
+    expected = tokens_of(model, kv_cache.prepare(config, model.params), lengths)
     offloaded = OffloadedExperts(model, slots)
     assert tokens_of(model, offloaded, lengths) == expected
     assert len(np.unique(expected)) > 2  # guards against a constant output

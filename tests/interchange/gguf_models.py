@@ -13,7 +13,6 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.interchange import architectures
 from sparse_dataflow.interchange.architectures import ARCHITECTURES
@@ -57,7 +56,7 @@ def tokenizer():
 
 @functools.cache
 def drawn(name):
-    """(config, weights) of an architecture, of arbitrary numbers."""
+    """(config, params) of an architecture, of arbitrary numbers."""
     sizes = {} if name == "gpt2" else _SIZES
     fields = {"model_type": name, "vocab_size": tokenizer().vocab_size, **sizes}
     config = architectures.read_config({**fields, **_OWN.get(name, {})})
@@ -65,7 +64,7 @@ def drawn(name):
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.normal(1, 0.2, x.shape).astype(np.float32) - (
         0 if len(x.shape) < 3 else 1), shapes)  # fmt: skip
-    return config, ModelWeights(params)
+    return config, params
 
 
 def write(folder, path):

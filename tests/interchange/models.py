@@ -13,7 +13,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.starting_point import StartingPoint, initial_state_from
 from sparse_dataflow.runs.families import FAMILIES
@@ -139,9 +139,14 @@ def begun_with_equal_logits(old, new, ids):
 def export(folder, form, config, seed=0):
     """Exports a random model and returns its (parameters, layout tables)."""
     params, tables = random_model(config, seed)
-    weights = ModelWeights(params, tables)
     huggingface.write(
-        folder, form, config, weights, BYTES, context=config.max_len, card="# A model\n"
+        folder,
+        form,
+        config,
+        merged(params, tables),
+        BYTES,
+        context=config.max_len,
+        card="# A model\n",
     )
     return params, tables
 

@@ -20,7 +20,7 @@ from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.evaluation.generate import generate
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import architectures, huggingface, tensors
@@ -438,7 +438,7 @@ def test_imported_logits_equal_the_installed_transformers(tmp_path, name, seed):
 @each_architecture
 def test_an_import_is_exported_to_the_same_tensors(tmp_path, name):
     imported = huggingface.read(FOLDERS[name])
-    model = imported.model, imported.weights, imported.tokenizer
+    model = imported.model, imported.params, imported.tokenizer
     huggingface.write(tmp_path / "model", "dense", *model, context=16, card="", architecture=name)
     expected, actual = (tensors.Tensors(f) for f in (FOLDERS[name], tmp_path / "model"))
     assert actual.names == expected.names
@@ -479,7 +479,7 @@ def test_transformers_has_the_logits_of_our_own_models(tmp_path, config, expecte
 def test_transformers_reads_an_export_of_its_own_model(tmp_path, name):
     need_transformers(name)
     imported = huggingface.read(FOLDERS[name])
-    model = imported.model, imported.weights, imported.tokenizer
+    model = imported.model, imported.params, imported.tokenizer
     huggingface.write(tmp_path / "model", "dense", *model, context=16, card="", architecture=name)
     saved = load_file(FOLDERS[name] / "expected.safetensors")
     actual = library_logits(tmp_path / "model", saved["ids"])
@@ -704,7 +704,7 @@ def test_a_mixture_that_no_architecture_represents_is_refused(tmp_path, changes,
 
 
 def test_a_dense_model_is_no_mixture(tmp_path):
-    weights = ModelWeights(*random_model(SPLIT))
+    weights = merged(*random_model(SPLIT))
     for name, experts in (("mixtral", 2), ("qwen3_moe", 1)):
         with pytest.raises(UserError, match=rf"has no .*experts=0 \(legal: {experts}\)"):
             huggingface.write(
@@ -714,7 +714,7 @@ def test_a_dense_model_is_no_mixture(tmp_path):
 
 
 def test_a_named_architecture_is_used_or_refused(tmp_path):
-    weights = ModelWeights(*random_model(SPLIT))
+    weights = merged(*random_model(SPLIT))
     write = lambda name: huggingface.write(  # noqa: E731
         *(tmp_path / "model", "dense", SPLIT, weights, BYTES),
         **{"context": 16, "card": "", "architecture": name},

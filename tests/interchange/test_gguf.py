@@ -27,10 +27,10 @@ each_family = pytest.mark.parametrize(
 
 
 def export(folder, form, name, dtype="float32"):
-    config, weights = gguf_models.drawn(name)
+    config, params = gguf_models.drawn(name)
     tokenizer = gguf_models.tokenizer()
     more = {"context": 128, "card": "", "architecture": name, "dtype": dtype}
-    return huggingface.write(folder, form, config, weights, tokenizer, **more)
+    return huggingface.write(folder, form, config, params, tokenizer, **more)
 
 
 def same_params(actual, expected, tolerance=0.0):
@@ -55,10 +55,10 @@ def test_a_file_of_llama_cpps_converter_has_the_model_of_the_directory(tmp_path,
 @each_family
 def test_an_export_is_read_back(tmp_path, name):
     folder = export(tmp_path / "model", "gguf", name)
-    config, weights = gguf_models.drawn(name)
+    config, params = gguf_models.drawn(name)
     actual = huggingface.read(local_folder(folder))
     assert actual.model == config
-    same_params(actual.params, weights.params, 1e-6)
+    same_params(actual.params, params, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ def test_an_export_is_read_back(tmp_path, name):
 )
 def test_numbers_are_rounded_and_norms_are_not(tmp_path, dtype, tolerance):
     folder = export(tmp_path / "model", "gguf", "llama", dtype)
-    params, (_, weights) = huggingface.read(local_folder(folder)).params, gguf_models.drawn("llama")
-    same_params(params, weights.params, tolerance)
-    kernels = [tree["blocks"]["mlp_in"]["kernel"] for tree in (params, weights.params)]
+    params, (_, drawn) = huggingface.read(local_folder(folder)).params, gguf_models.drawn("llama")
+    same_params(params, drawn, tolerance)
+    kernels = [tree["blocks"]["mlp_in"]["kernel"] for tree in (params, drawn)]
     assert not np.array_equal(*kernels)
-    norms = [tree["blocks"]["norm1"]["scale"] for tree in (params, weights.params)]
+    norms = [tree["blocks"]["norm1"]["scale"] for tree in (params, drawn)]
     np.testing.assert_array_equal(*norms)
 
 
@@ -93,14 +93,14 @@ def test_sparse_weights_are_dense_in_the_file(tmp_path):
 
 
 def test_what_a_family_lacks_is_refused(tmp_path):
-    config, weights = gguf_models.drawn("llama")
+    config, params = gguf_models.drawn("llama")
     config = dataclasses.replace(config, window=5)
     with pytest.raises(UserError, match="has no such model"):
         huggingface.write(
             tmp_path / "model",
             "gguf",
             config,
-            weights,
+            params,
             gguf_models.tokenizer(),
             context=16,
             card="",

@@ -9,7 +9,7 @@ import tokenizers
 from marks import some
 from models import DENSE, random_model
 
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.interchange import huggingface
@@ -123,7 +123,7 @@ def directory(folder, original):
     """Writes a random GPT-2 with this tokenizer.json."""
     plain = Tokenizer(tuple(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())), (), 320)
     params, tables = random_model(MODEL)
-    weights = ModelWeights(params, tables)
+    weights = merged(params, tables)
     huggingface.write(folder, "dense", MODEL, weights, plain, context=16, card="")
     (folder / "tokenizer.json").write_text(original, encoding="utf-8")
     (folder / "tokenizer_config.json").unlink()  # It names the end of text of the other one.
@@ -216,7 +216,7 @@ def test_transformers_reads_an_export_with_the_original_ids(imported, original, 
 
 
 def write(folder, form, model):
-    weights = ModelWeights(model.params)
+    weights = model.params
     huggingface.write(folder, form, model.model, weights, model.tokenizer, context=16, card="")
 
 

@@ -12,7 +12,7 @@ from models import DENSE, random_model
 from other_tokenizers import ENGLISH, KINDS, SPECIALS, TEXTS, text_of, write
 
 import sparse_dataflow as sd
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.data.documents import Document
 from sparse_dataflow.data.tokenizer import Tokenizer, id_tokenizer
@@ -237,7 +237,7 @@ def test_a_model_generates_and_is_exported_with_its_files(kind, tmp_path):
     _, config = write(place, kind)
     size = config["vocab_size"]
     model = dataclasses.replace(DENSE, vocab_size=size)
-    weights = ModelWeights(*random_model(model))
+    weights = merged(*random_model(model))
     huggingface.write(folder, "dense", model, weights, id_tokenizer(size), context=16, card="")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIALS[1]}))
     (folder / "tokenizer.json").write_bytes(text_of(kind).encode())

@@ -37,7 +37,7 @@ def start_of(config):
 
 
 def error(start, model, state):
-    exact = whole_logits(start.model, start.weights, OTHERS)
+    exact = whole_logits(start.model, weights_of(start.params), OTHERS)
     tables = jax.tree.map(np.asarray, state.rest)
     return np.linalg.norm(whole_logits(model, weights_of(state.params, tables), OTHERS) - exact)
 
@@ -103,7 +103,7 @@ def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
         masks = host_masks(after, state.rest)
         merged = partition.merged(state.params, state.rest)
-        exact = whole_logits(before, start.weights, OTHERS)
+        exact = whole_logits(before, weights_of(start.params), OTHERS)
         errors[prune_by] = np.linalg.norm(
             whole_logits(after, weights_of(merged, {}), OTHERS) - exact
         )
@@ -142,7 +142,7 @@ def test_weights_that_fit_already_keep_every_bit(config):
 
 def narrowed(config, start, density):
     model, targets = rebuild.narrow_targets(config, density)
-    memory, layers = InMemory(model), HeldLayers(start.weights)
+    memory, layers = InMemory(model), HeldLayers(start.params)
     for layer in rebuild.rebuilt_layers(config, layers, BATCHES, targets):
         memory.put(layer, smaller_layer(config, layer))
     return model, memory.params(layers.ends())
@@ -153,7 +153,7 @@ def narrowed(config, start, density):
 )
 def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
     start = start_of(config)
-    exact = whole_logits(config, start.weights, OTHERS)
+    exact = whole_logits(config, weights_of(start.params), OTHERS)
     model, params = narrowed(config, start, 0.5)
     assert model.d_ff == config.d_ff // 2
     assert model.num_heads == config.num_heads // 2
@@ -166,7 +166,7 @@ def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
 def test_all_heads_and_features_give_the_same_function():
     start = start_of(LLAMA)
     model, params = narrowed(LLAMA, start, 1.0)
-    exact = whole_logits(LLAMA, start.weights, OTHERS)
+    exact = whole_logits(LLAMA, weights_of(start.params), OTHERS)
     np.testing.assert_allclose(
         whole_logits(model, weights_of(params, {}), OTHERS), exact, atol=1e-3
     )

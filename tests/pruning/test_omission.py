@@ -143,7 +143,7 @@ def test_magnitudes_are_the_mean_absolute_hidden_features():
     block = state.params["blocks"]
     block["attn_out"] = jax.tree.map(jnp.zeros_like, block["attn_out"])
     batches = [Batch.from_windows(jnp.asarray(rows)) for rows in (TOKENS[:2], TOKENS[2:])]
-    measured = omission.magnitudes(model, state.weights, batches, Portions(1, 3, 2))
+    measured = omission.magnitudes(model, state.weights.merged, batches, Portions(1, 3, 2))
     x = np.asarray(state.params["embed"]["tokens"], np.float64)[TOKENS[:3, :-1]]
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     hidden = x @ np.asarray(block["mlp_in"]["kernel"][0], np.float64)

@@ -18,7 +18,6 @@ from scipy import linalg
 
 import sparse_dataflow as sd
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.pruning.layer_by_layer import HeldLayers, as_params, pruned_layers
@@ -75,7 +74,7 @@ def sparsegpt(site, density, two_of_four):
 
 def pruned_by(method, model, batches, density, two_of_four):
     """The model with every projection pruned by a method."""
-    layers = HeldLayers(ModelWeights(jax.device_get(model.params)))
+    layers = HeldLayers(jax.device_get(model.params))
     names = model.model.projections
     results = pruned_layers(
         model.model, layers, batches, names, lambda site: method(site, density, two_of_four)

@@ -58,7 +58,7 @@ class Ours:
 
     def __init__(self, model, dtype, length, form=decoded_form.AUTO):
         config = self.config = dataclasses.replace(model.model, compute_dtype=dtype)
-        self.weights, self.length = kv_cache.prepare(config, model.weights, form), length
+        self.weights, self.length = kv_cache.prepare(config, model.params, form), length
         program = functools.partial(kv_cache.program, config=config)
         self.prefill, self.decode = program(kv_cache.prefill), program(kv_cache.decode_tokens)
         self.sampler = Sampler.of(Sampling(), 1)

@@ -25,7 +25,6 @@ import numpy as np
 import sparse_dataflow as sd
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.weight import Linear
 from sparse_dataflow.hardware import detect
@@ -97,7 +96,7 @@ def as_dense(model):
     """A model with zeros in place of what it does not store."""
     if not model.model.linears:
         return model
-    layers = HeldLayers(ModelWeights(jax.device_get(model.params)))
+    layers = HeldLayers(jax.device_get(model.params))
     config = dataclasses.replace(model.model, linears={}, density_by_depth=())
 
     def dense_layer(number):
@@ -231,7 +230,7 @@ def without_layers(model, batches):
     (ShortGPT, arXiv 2403.03853)."""
     config, params = model.model, model.params
     x = gpt.embed(config, params["embed"], jnp.asarray(batches[0]))
-    layers = HeldLayers(ModelWeights(jax.device_get(params)))
+    layers = HeldLayers(jax.device_get(params))
     angles = []
     run = jax.jit(lambda layer, x: gpt.block(config, layer, x)[0])
     for number in range(config.num_layers):

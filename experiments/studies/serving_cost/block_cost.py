@@ -19,7 +19,7 @@ from sparse_dataflow.core.checkpoint.named_arrays import flatten
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.detect import cpu_name
 from sparse_dataflow.pruning import rebuild, second_order
@@ -114,10 +114,9 @@ def pruned_model(
     rounds: int = 1,
 ) -> PrunedModel:
     """Returns a model with a fraction of its weights, or the narrow one of as many."""
-    weights = ModelWeights(params)
     if block == NARROW:
         narrow, targets = rebuild.narrow_targets(model, density, rounds)
-        memory, layers = InMemory(narrow), HeldLayers(weights)
+        memory, layers = InMemory(narrow), HeldLayers(params)
         for layer in rebuild.rebuilt_layers(model, layers, batches, targets):
             memory.put(layer, smaller_layer(model, layer))
         params = memory.params(layers.ends())
@@ -127,7 +126,7 @@ def pruned_model(
         for name in model.projections
     }
     targets = {name: functools.partial(_same, target) for name, target in chosen.items()}
-    result = rebuild.rebuilt(model, weights, batches, targets)
+    result = rebuild.rebuilt(model, params, batches, targets)
     masks = _all_stay(result.params)
     for name, each in result.masks.items():
         stay = [second_order.expanded(mask, chosen[name].groups) for mask in each]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.mlp import activate
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 
 from .arms import ALL
@@ -24,7 +23,7 @@ def mean_squares(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[str
     """
     x = gpt.embed(model, params["embed"], tokens)
     layers = []
-    for weights in stacks.weights(model, weights_of(params)):
+    for weights in stacks.weights(model, params):
         attended: list[jax.Array] = []
         block = gpt.bind_block(model, weights)
 

@@ -194,9 +194,9 @@ def layers(blocks: object) -> Iterator[dict]:
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 
 
-def weights(config: ModelConfig, model_weights: Any) -> Iterator[dict]:
-    """Yields the `layer_weights` of each layer in order, from `ModelWeights`."""
-    for layer in layers(model_weights.merged["blocks"]):
+def weights(config: ModelConfig, params: dict) -> Iterator[dict]:
+    """Yields the `layer_weights` of each layer in order, from params with their layouts."""
+    for layer in layers(params["blocks"]):
         yield layer_weights(config, layer)
 
 

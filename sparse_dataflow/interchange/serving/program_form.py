@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax import export
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.block_sparse_matmul.xla_few_rows import FEW_ROWS
 from sparse_dataflow.core.weights.kind import Weight
@@ -42,7 +41,7 @@ PREFILL, DECODE, READER = "prefill.bin", "decode.bin", "run_in_jax.py"
 def write(
     folder: Path,
     model: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     context: int,
     more: Mapping[str, object],
     dtype: str = tensors.DTYPES[0],
@@ -62,7 +61,7 @@ def write(
     tensors.as_dtype({}, dtype)  # Raises UserError for another name.
     model = dataclasses.replace(model, compute_dtype=dtype)
     with dispatch.tracing_for("cpu"):
-        prepared = _without_masks(kv_cache.prepare(model, weights, decoded_form.DENSE))
+        prepared = _without_masks(kv_cache.prepare(model, params, decoded_form.DENSE))
         programs = _programs(model, prepared, _longest(model, context))
     for name, program in programs.items():
         (folder / name).write_bytes(program.serialize())

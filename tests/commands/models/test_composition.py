@@ -19,7 +19,7 @@ from experiments import generate
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import composition
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.corpora import corpus_of_texts
 from sparse_dataflow.evaluation import decoded_form, kv_cache
@@ -153,7 +153,7 @@ def test_the_page_has_the_bytes_of_a_switch_at_the_13b():
         tables = stacks.stored_layouts(model)
         weights = jax.eval_shape(
             lambda key, model=model, tables=tables: kv_cache.prepare(
-                model, ModelWeights(gpt.init(model, key), tables)
+                model, merged(gpt.init(model, key), tables)
             ),
             jax.random.key(0),
         )

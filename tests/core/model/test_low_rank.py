@@ -193,7 +193,7 @@ def test_newton_schulz_is_counted_for_both_factors():
 def test_the_dense_form_computes_the_same():
     params = arbitrary(MODEL)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
-    dense, kernels = dense_form(MODEL, weights_of(params))
+    dense, kernels = dense_form(MODEL, params)
     expected = jax.jit(lambda p: whole.logits(MODEL, weights_of(p, {}), tokens))(params)
     actual = jax.jit(lambda p: whole.logits(dense, weights_of(p, {}), tokens))(kernels)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
@@ -224,8 +224,6 @@ def test_models_and_forms_without_factors_are_refused(tmp_path):
     RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8))
     RelayExecutor().check(MODEL, TrainingConfig(20, 4, 8, optimizer="muon"))
     with pytest.raises(UserError, match=f"form=sparse {words}form=dense"):
-        huggingface.write(
-            tmp_path / "sparse", "sparse", MODEL, weights_of({}), None, context=8, card=""
-        )
+        huggingface.write(tmp_path / "sparse", "sparse", MODEL, {}, None, context=8, card="")
     with pytest.raises(UserError, match=f"a width of equal cost {words}block-sparse"):
         equal_cost_model(MODEL, stored_parameters, 10_000, density=0.25)

@@ -12,7 +12,7 @@ import pytest
 from sparse_dataflow.compile import hlo, topologies
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.evaluation import kv_cache
 from sparse_dataflow.runs.run_config import SIZES
 
@@ -34,7 +34,7 @@ def compiled_tokens(pattern, batch, kind, layers=2):
     layouts = stacks.stored_layouts(model)
     with topologies.tracing_for(topologies.gpu_devices(kind)[0]):
         weights = jax.eval_shape(
-            lambda key: kv_cache.prepare(model, ModelWeights(gpt.init(model, key), layouts)),
+            lambda key: kv_cache.prepare(model, merged(gpt.init(model, key), layouts)),
             jax.random.key(0),
         )
     cache = jax.ShapeDtypeStruct((batch, model.kv_heads, CACHED, model.head_width), jnp.bfloat16)

@@ -152,7 +152,7 @@ def test_the_dense_form_of_a_model_computes_the_same(key):
     model = MODEL.with_linears(spec_of(key))
     training = TrainingConfig(20, 4, 8)
     state = initial_state(model, training)
-    dense, params = dense_form(model, state.weights)
+    dense, params = dense_form(model, state.weights.merged)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
     expected = whole_logits(model, state.weights, tokens)
     actual = whole_logits(dense, weights_of(params, {}), tokens)
@@ -273,7 +273,7 @@ def test_an_added_term_goes_with_each_kind_that_offers_one(key):
     assert names == {"a_kernel", "b_kernel"}
     state = state._replace(params=jax.tree.map(lambda leaf: leaf + 0.1, state.params))
     tokens = np.random.default_rng(0).integers(0, 40, (2, 9), np.int32)
-    dense, params = dense_form(model, state.weights)
+    dense, params = dense_form(model, state.weights.merged)
     expected = whole.logits(model, state.weights, tokens)
     actual = whole.logits(dense, weights_of(params, {}), tokens)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

@@ -162,7 +162,7 @@ def test_rigl_reads_the_gradient_of_the_dense_weight():
     model = MODEL.with_linears(SINGLE)
     state = initial_state(model, TRAINING)
     params = merged(state.params, state.rest)
-    dense, kernels = dense_form(model, weights_of(params, {}))
+    dense, kernels = dense_form(model, params)
     _, slopes = whole_loss_and_gradients(dense, weights_of(kernels, {}), BATCH)
     norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, BATCH)
     for name in model.projections:
