@@ -8,6 +8,7 @@ token, E experts, S rows, T tiles, D and F features.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,15 +22,13 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.core.config.expert_rows import exchanged_rows
 from sparse_dataflow.core.config.expert_rows import expert_rows as capacity
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import MLP, ROW_PARALLEL
+from sparse_dataflow.core.config.projections import ROW_PARALLEL
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
-from sparse_dataflow.core.model.mlp import Mlp, activate, gain
-from sparse_dataflow.core.model.projection import linear, normal
+from sparse_dataflow.core.model.mlp import Mlp, activate, draw_mlp
+from sparse_dataflow.core.model.projection import normal
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup
 from sparse_dataflow.core.step_metrics import Load, Mean, Metric
-from sparse_dataflow.core.weights.kind import LAYOUT
-from sparse_dataflow.core.weights.weight import Linear
 
 MOST_ROWS = 128
 """Rows of the largest tile."""
@@ -256,22 +255,17 @@ def with_loss(x: jax.Array, loss: jax.Array) -> jax.Array:
 with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, dx: (dx, jnp.ones_like(loss)))
 
 
-class Experts(nnx.Module):
+class Experts:
     """Experts, their router and the shared expert; see `ModelConfig`."""
 
-    mlp_gate: nnx.Param[Linear]
-    mlp_in: nnx.Param[Linear]
-    mlp_out: nnx.Param[Linear]
+    router: jax.Array
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        scale = 1 / math.sqrt(config.d_model)
-        self.router = nnx.Param(normal(rngs, (config.d_model, config.experts), scale))
-        for name in config.projections:
-            if name in MLP:
-                setattr(self, name, nnx.Param(draw_experts(config, name, rngs)))
-        if config.shared_expert:
-            self.shared = SharedExpert(config, rngs=rngs)
+    def __init__(self, config: ModelConfig, weights: dict):
+        """Takes the "experts" of `layer_weights`."""
         self.config = config
+        vars(self).update(weights)
+        if config.shared_expert:
+            self.shared = SharedExpert(config, weights["shared"])
 
     def __call__(self, x_BxTxD, shard, real_BxT=None):
         """Applies the experts to gathered tokens.
@@ -350,7 +344,7 @@ class Experts(nnx.Module):
         config = self.config
         logits = jnp.matmul(
             x_NxD.astype(jnp.float32),
-            self.router[...].astype(jnp.float32),
+            self.router.astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
         size = config.experts // config.prototypes
@@ -383,12 +377,7 @@ class Experts(nnx.Module):
 class SharedExpert(Mlp):
     """The expert of all tokens, and its gate if the config has one; see `ModelConfig`."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        width = config.shared_expert * config.d_ff
-        super().__init__(dataclasses.replace(config, d_ff=width), rngs=rngs)
-        if config.shared_gate:
-            scale = 1 / math.sqrt(config.d_model)
-            self.router = nnx.Param(normal(rngs, (config.d_model, 1), scale))
+    router: jax.Array
 
     def __call__(self, x_BxTxD, shard):
         """Applies the expert to gathered tokens; returns the output of this device's tokens."""
@@ -396,7 +385,7 @@ class SharedExpert(Mlp):
         if not self.config.shared_gate:
             return y_BxTxD
         x_BxTxD = shard.slice(x_BxTxD, axis=1).astype(jnp.float32)
-        router = self.router[...].astype(jnp.float32)
+        router = self.router.astype(jnp.float32)
         logits = jnp.matmul(x_BxTxD, router, precision=lax.Precision.HIGHEST)
         return y_BxTxD * broadcast_like(jax.nn.sigmoid(logits), y_BxTxD)
 
@@ -408,20 +397,13 @@ def _sum(values, real_N):
     return values.sum(0)
 
 
-def draw_experts(config: ModelConfig, projection: str, rngs: nnx.Rngs) -> Linear:
-    """Draws a projection of every expert, and its bias, float32 [experts, ...].
-
-    Each is drawn as that of an MLP is.
-    """
-    spec, sides = config.linear(projection), config.projection_shape(projection)
-    layout = expert_layout(config, projection) if spec.weight.stores_blocks else None
-
-    def draw_normal(shape, scale):
-        return normal(rngs, (config.experts, *shape), scale)
-
-    parameters = spec.weight.draw(spec, sides, gain(config, projection), draw_normal, layout)
-    if projection in config.biases:
-        parameters["bias"] = jnp.zeros((config.experts, sides[1]))
-    if layout is not None:
-        parameters[LAYOUT] = layout
-    return linear(config, projection, parameters, spec.weight)
+def draw_experts(config: ModelConfig, rngs: nnx.Rngs) -> dict:
+    """Draws the parameters of the experts, their router and the shared expert, float32."""
+    router = functools.partial(normal, rngs, scale=1 / math.sqrt(config.d_model))
+    params = {"router": router((config.d_model, config.experts)), **draw_mlp(config, rngs, True)}
+    if config.shared_expert:
+        width = config.shared_expert * config.d_ff
+        params["shared"] = draw_mlp(dataclasses.replace(config, d_ff=width), rngs)
+        if config.shared_gate:
+            params["shared"]["router"] = router((config.d_model, 1))
+    return params

@@ -63,8 +63,7 @@ from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import left_out, scales
-from sparse_dataflow.core.model.mlp import Mlp
-from sparse_dataflow.core.model.projection import module_arrays
+from sparse_dataflow.core.model.mlp import Mlp, draw_mlp, draw_projections
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
@@ -74,48 +73,6 @@ from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup, lookup_
 from sparse_dataflow.core.step_metrics import Metrics, Sum
 from sparse_dataflow.core.weights.kind import Weight
 from sparse_dataflow.core.weights.weight import Linear, named_output
-
-
-class Embed(nnx.Module):
-    """Token embedding, plus learned positions if the config has them."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.d_model)
-        self.tokens = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
-        self.learned = config.positions == "learned"
-        if self.learned:
-            shape = (config.max_len, config.d_model)
-            self.positions = nnx.Param(0.01 * jax.random.normal(rngs.params(), shape))
-        self.dtype = jnp.dtype(config.compute_dtype)
-        self.scale = scales.embedding_scale(config)
-
-    def __call__(self, tokens_BxT, batch=NO_BATCH, shard=UNSHARDED):
-        """Embeds int32 [B, T] -> [B, T, D] in the compute dtype, and returns the token embedding.
-
-        Under a shard, the result has T / devices tokens.
-        """
-        table_VxD = self.tokens[...]
-        if shard.vocabulary:
-            partial = cross_entropy.lookup(
-                table_VxD.astype(self.dtype), tokens_BxT, shard.vocabulary_axes
-            )
-            x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
-        else:
-            x_BxTxD, table_VxD = lookup_and_table(
-                table_VxD.astype(self.dtype), shard.slice(tokens_BxT, axis=1)
-            )
-            x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
-        if self.scale != 1:
-            x_BxTxD *= jnp.asarray(self.scale, self.dtype)
-        if self.learned:
-            table_LxD = self.positions[...].astype(self.dtype)
-            if batch.positions is None:
-                positions = table_LxD[: tokens_BxT.shape[1]]
-            else:
-                positions = lookup(table_LxD, batch.positions)
-            positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
-            x_BxTxD += broadcast_like(positions, x_BxTxD)
-        return x_BxTxD, table_VxD
 
 
 class HeadNorm(nnx.Module):
@@ -133,27 +90,19 @@ class HeadNorm(nnx.Module):
 class Block(Mlp):
     """Transformer block (arXiv 2005.14165, section 2.1); the config says its parts."""
 
-    qkv: nnx.Param[Linear]
-    attn_out: nnx.Param[Linear]
+    qkv: Linear
+    attn_out: Linear
     norm1: nnx.LayerNorm | nnx.RMSNorm
     norm2: nnx.LayerNorm | nnx.RMSNorm
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        # The order of the parts is that of the random numbers.
-        self._add_norms(config, ("norm1",), rngs)
-        self.add(config, (name for name in config.projections if name not in MLP), rngs)
-        self._add_norms(config, ("norm2",), rngs)
+    def __init__(self, config: ModelConfig, weights: dict):
+        super().__init__(config, weights)
+        for name in _block_norms(config):
+            setattr(self, name, _bind_norm(config, name, weights[name]))
         if config.experts:
             from sparse_dataflow.core.model.experts import Experts
 
-            self.experts = Experts(config, rngs=rngs)
-        else:
-            super().__init__(config, rngs=rngs)
-        if config.qk_norm:
-            for name, heads in zip(config.qk_norms, (config.num_heads, config.kv_heads)):
-                setattr(self, name, _head_norm(config, heads, rngs))
-        self._add_norms(config, ("norm1_out", "norm2_out"), rngs)
-        self.config = config
+            self.experts = Experts(config, weights["experts"])
         self.query_scale = scales.query_scale(config)
 
     def __call__(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=causal_attention):
@@ -226,11 +175,6 @@ class Block(Mlp):
         """Adds the output of the MLP or of the experts to the residual stream after attention."""
         return self._add("norm2_out", x_BxTxD, y_BxTxD, shard)
 
-    def _add_norms(self, config, names, rngs):
-        for name in names:
-            if name in config.norms:
-                setattr(self, name, _norm(config, rngs))
-
     @property
     def _adds_at_once(self):
         """Whether norm2 reads what attention adds to the residual stream, as it is."""
@@ -299,24 +243,6 @@ class Block(Mlp):
         return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
 
 
-class Head(nnx.Module):
-    """Final norm, and an output layer unless it is the token embedding (tied)."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.norm = _norm(config, rngs)
-        if not config.tied_embeddings:
-            shape = (config.vocab_size, config.d_model)
-            self.output = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
-        self.scale = scales.logit_scale(config)
-        if config.output_bias:
-            self.output_bias = nnx.Param(jnp.zeros(config.vocab_size))
-
-    def __call__(self, x_BxTxD, shard=UNSHARDED):
-        """Normalises [B, T, D] -> [B, T, D] and applies the output layer's multiplier."""
-        x_BxTxD = shard.gather_features(shard.normalise(self.norm, x_BxTxD), shard.residual_run)
-        return x_BxTxD if self.scale == 1 else x_BxTxD * self.scale
-
-
 def init(config: ModelConfig, key: jax.Array) -> dict:
     """Draws the parameters in float32; the module docstring shows their structure."""
     keys = init_keys(config, key)
@@ -342,13 +268,39 @@ def init_keys(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
 
 def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
     """Draws the parameters of "embed", of one "block" or of "head"."""
-    module = {"embed": Embed, "block": Block, "head": Head}[section](
-        config, rngs=nnx.Rngs(params=key)
-    )
-    params = module_arrays(module)
-    if section == "block" and config.left_out:
-        params[left_out.LEFT_OUT] = left_out.draw(config, key)
+    rngs, shape = nnx.Rngs(params=key), (config.vocab_size, config.d_model)
+    params: dict
+    if section == "embed":
+        params = {"tokens": 0.02 * jax.random.normal(rngs.params(), shape)}
+        if config.positions == "learned":
+            shape = (config.max_len, config.d_model)
+            params["positions"] = 0.01 * jax.random.normal(rngs.params(), shape)
+    elif section == "head":
+        params = _draw_norms(config, ("norm",), rngs)
+        if not config.tied_embeddings:
+            params["output"] = 0.02 * jax.random.normal(rngs.params(), shape)
+        if config.output_bias:
+            params["output_bias"] = jnp.zeros(config.vocab_size)
+    else:
+        params = _draw_block(config, rngs)
+        if config.left_out:
+            params[left_out.LEFT_OUT] = left_out.draw(config, key)
     return params
+
+
+def _draw_block(config, rngs):
+    """Draws the parameters of a block, whose order is that of the random numbers."""
+    params = _draw_norms(config, ("norm1",), rngs)
+    attention = (name for name in config.projections if name not in MLP)
+    params |= draw_projections(config, attention, rngs)
+    params |= _draw_norms(config, ("norm2",), rngs)
+    if config.experts:
+        from sparse_dataflow.core.model.experts import draw_experts
+
+        params["experts"] = draw_experts(config, rngs)
+    else:
+        params |= draw_mlp(config, rngs)
+    return params | _draw_norms(config, (*config.qk_norms, "norm1_out", "norm2_out"), rngs)
 
 
 def embed(
@@ -385,7 +337,26 @@ def embed_and_table(
     """Returns `embed`, and the token embedding for a tied output layer in the same program: the
     gradient of the lookup is added to that of the output layer."""
     config.check_context(tokens_BxT.shape[1])
-    return _bind(Embed, config, params)(tokens_BxT, batch, shard)
+    dtype, table_VxD = jnp.dtype(config.compute_dtype), params["tokens"]
+    if axes := shard.vocabulary_axes:
+        partial = cross_entropy.lookup(table_VxD.astype(dtype), tokens_BxT, axes)
+        x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
+    else:
+        x_BxTxD, table_VxD = lookup_and_table(
+            table_VxD.astype(dtype), shard.slice(tokens_BxT, axis=1)
+        )
+        x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
+    if (scale := scales.embedding_scale(config)) != 1:
+        x_BxTxD *= jnp.asarray(scale, dtype)
+    if config.positions == "learned":
+        table_LxD = params["positions"].astype(dtype)
+        if batch.positions is None:
+            positions = table_LxD[: tokens_BxT.shape[1]]
+        else:
+            positions = lookup(table_LxD, batch.positions)
+        positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
+        x_BxTxD += broadcast_like(positions, x_BxTxD)
+    return x_BxTxD, table_VxD
 
 
 def block(
@@ -417,8 +388,8 @@ def with_auxiliary_losses(
 
 
 def bind_block(config: ModelConfig, weights: dict) -> Block:
-    """Returns the Block module with the `layer_weights` of one layer."""
-    return _bind(Block, config, weights)
+    """Returns the block with the `layer_weights` of one layer."""
+    return Block(config, weights)
 
 
 def head(
@@ -428,7 +399,10 @@ def head(
 
     The result has the features of all devices of the shard.
     """
-    return _bind(Head, config, params)(x_BxTxD, shard)
+    normed = shard.normalise(_bind_norm(config, "norm", params["norm"]), x_BxTxD)
+    x_BxTxD = shard.gather_features(normed, shard.residual_run)
+    scale = scales.logit_scale(config)
+    return x_BxTxD if scale == 1 else x_BxTxD * scale
 
 
 def output_layer(
@@ -550,24 +524,34 @@ def _rows(x_BxTxD):
     return x_BxTxD.reshape(-1, x_BxTxD.shape[-1])
 
 
-def _bind(section, config, params):
-    """Returns the module of a section with its parameters."""
-    return nnx.merge(_graph(section, config), params)
+def _bind_norm(config, name, params):
+    """Returns a norm of a block, or the last one, with its parameters."""
+    return nnx.merge(_norm_graph(config, name), params)
 
 
 @functools.cache
-def _graph(section, config):
-    """Returns the graph definition of a section, without arrays."""
-    graphs = []
+def _norm_graph(config, name):
+    """Returns the graph definition of a norm, without arrays."""
+    return nnx.split(nnx.eval_shape(lambda: _named_norm(config, name, nnx.Rngs(0))), nnx.Param)[0]
 
-    def make():
-        graph, state = nnx.split(section(config, rngs=nnx.Rngs(0)), nnx.Param)
-        graphs.append(graph)
-        return nnx.to_pure_dict(state)
 
-    # nnx.eval_shape fails under a mesh where a parameter is a pytree, as a `Linear` is.
-    jax.eval_shape(make)
-    return graphs[0]
+def _draw_norms(config, names, rngs):
+    """Returns the parameters of those of these norms that a model has."""
+    norms = {n: _named_norm(config, n, rngs) for n in names if n in ("norm", *_block_norms(config))}
+    return {name: nnx.to_pure_dict(nnx.state(norm, nnx.Param)) for name, norm in norms.items()}
+
+
+def _block_norms(config):
+    return *config.norms, *(config.qk_norms if config.qk_norm else ())
+
+
+def _named_norm(config, name, rngs):
+    if name not in config.qk_norms:
+        return _norm(config, rngs)
+    heads = config.num_heads if name == config.qk_norms[0] else config.kv_heads
+    if config.qk_norm_scope == EACH_HEAD:
+        return HeadNorm(config, heads, rngs)
+    return _norm(config, rngs, *config.qk_norm_shape(heads))
 
 
 def _norm(config, rngs, width=None, scaled=True):
@@ -576,10 +560,3 @@ def _norm(config, rngs, width=None, scaled=True):
     if not scaled:
         options |= {"use_scale": False} | ({"use_bias": False} if kind is nnx.LayerNorm else {})
     return kind(width or config.d_model, rngs=rngs, **options)
-
-
-def _head_norm(config, heads, rngs):
-    """Returns the norm of `heads` heads of queries or of keys."""
-    if config.qk_norm_scope == EACH_HEAD:
-        return HeadNorm(config, heads, rngs)
-    return _norm(config, rngs, *config.qk_norm_shape(heads))

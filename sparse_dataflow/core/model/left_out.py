@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model.mlp import Mlp
-from sparse_dataflow.core.model.projection import module_arrays
+from sparse_dataflow.core.model.mlp import draw_mlp
 
 LEFT_OUT, POSITIONS = "left_out", "positions"
 """Section of a block, and its array of indices."""
@@ -23,7 +22,7 @@ LEFT_OUT, POSITIONS = "left_out", "positions"
 
 def draw(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
     """Returns arrays of the section "left_out" of one block, in their shapes."""
-    features = module_arrays(Mlp(config.left_out_part, rngs=nnx.Rngs(params=key)))
+    features = draw_mlp(config.left_out_part, nnx.Rngs(params=key))
     return {**features, POSITIONS: jnp.arange(config.left_out, dtype=jnp.int32)}
 
 

@@ -14,21 +14,17 @@ from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
-class Mlp(nnx.Module):
-    """An MLP, whose projections are parameters of the module; the config says which it has."""
+class Mlp:
+    """An MLP, whose projections are attributes; the config says which it has."""
 
-    mlp_gate: nnx.Param[Linear]
-    mlp_in: nnx.Param[Linear]
-    mlp_out: nnx.Param[Linear]
+    mlp_gate: Linear
+    mlp_in: Linear
+    mlp_out: Linear
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, weights: dict):
+        """Takes `layer_weights` of the MLP, or of the section that it is a part of."""
         self.config = config
-        self.add(config, (name for name in config.projections if name in MLP), rngs)
-
-    def add(self, config: ModelConfig, names: Iterable[str], rngs: nnx.Rngs) -> None:
-        """Draws projections as attributes."""
-        for name in names:
-            setattr(self, name, nnx.Param(draw(config, name, gain=gain(config, name), rngs=rngs)))
+        vars(self).update(weights)
 
     def mlp(self, x_BxTxD, shard):
         """Applies the MLP to gathered tokens; each device of the shard gets its tokens' outputs."""
@@ -69,6 +65,21 @@ class Mlp(nnx.Module):
         return sparse_mlp(
             x_BxTxD, values[0], bias, values[1], *layouts, activation=config.activation
         )
+
+
+def draw_projections(
+    config: ModelConfig, names: Iterable[str], rngs: nnx.Rngs, experts: bool = False
+) -> dict:
+    """Returns the arrays of projections as `draw` draws them, in this order."""
+    return {
+        name: draw(config, name, gain=gain(config, name), rngs=rngs, experts=experts)
+        for name in names
+    }
+
+
+def draw_mlp(config: ModelConfig, rngs: nnx.Rngs, experts: bool = False) -> dict:
+    """Returns the arrays of an MLP, or of all experts."""
+    return draw_projections(config, (n for n in config.projections if n in MLP), rngs, experts)
 
 
 def activate(config: ModelConfig, hidden: jax.Array, gate: jax.Array | None = None) -> jax.Array:

@@ -1,7 +1,6 @@
 """The projections of a model as weights: their layouts, their drawing, their stored names."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -42,13 +41,6 @@ def arrays(linear: Linear) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(linear)
     names = [(path[-1].name, leaf) for path, leaf in leaves if not _is_layout(path)]
     return dict(names)
-
-
-def module_arrays(module: nnx.Module) -> dict[str, Any]:
-    """Returns the parameters of a module as nested arrays, without its layouts."""
-    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    is_linear = lambda node: isinstance(node, Linear)  # noqa: E731
-    return jax.tree.map(lambda n: arrays(n) if is_linear(n) else n, params, is_leaf=is_linear)
 
 
 def _is_layout(path):
@@ -119,29 +111,40 @@ def _with_stored(linear, wrap):
     return dataclasses.replace(linear, weight=linear.weight.map_stored(wrap))
 
 
-def draw(config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs) -> Linear:
-    """Draws the parameters of a projection, float32, at the layout of layer 0.
+def draw(
+    config: ModelConfig, projection: str, *, gain: float, rngs: nnx.Rngs, experts: bool = False
+) -> dict:
+    """Draws the arrays of a projection, float32, at the layout of layer 0.
 
     Weights are drawn normal with variance gain² / (stored inputs of one output); see `Weight.draw`
-    of each kind.
+    of each kind.  A base under adapters is drawn before `adapters.frozen` stores it in another
+    form.
+
+    Args:
+      experts: whether every expert has a projection: arrays [experts, ...], each drawn as that of
+        an MLP is.
     """
-    spec = config.linear(projection)
-    sides = config.projection_shape(projection)
+    spec, sides = config.linear(projection), config.projection_shape(projection)
+    stack = (config.experts,) if experts else ()
     layout = None
     if spec.weight.stores_blocks:
-        from sparse_dataflow.core.layouts.model_layouts import projection_layout
+        from sparse_dataflow.core.layouts.model_layouts import expert_layout, projection_layout
 
-        layout = projection_layout(config, projection, layer=0)
-    draw_normal = functools.partial(normal, rngs)
+        layout = (
+            expert_layout(config, projection)
+            if experts
+            else projection_layout(config, projection, layer=0)
+        )
+
+    def draw_normal(shape, scale):
+        return normal(rngs, (*stack, *shape), scale)
+
     parameters = spec.weight.draw(spec, sides, gain, draw_normal, layout)
     if projection in config.biases:
-        parameters[BIAS_NAME] = jnp.zeros(sides[1])
+        parameters[BIAS_NAME] = jnp.zeros((*stack, sides[1]))
     if spec.term:
         parameters |= spec.term.draw(spec, sides, gain, draw_normal)
-    if layout is not None:
-        parameters[LAYOUT] = layout
-    # A base under adapters is drawn before `adapters.frozen` stores it in another form.
-    return linear(config, projection, parameters, spec.weight)
+    return parameters
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plain_experts import apply, choose
@@ -60,9 +59,8 @@ def arbitrary(config, seed):
 
 
 def bound(config, params):
-    abstract = nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0)))
     weights = layer_weights(config, merged({"experts": params}, tables_of(config)))["experts"]
-    return nnx.merge(nnx.split(abstract, nnx.Param)[0], weights)
+    return Experts(config, weights)
 
 
 def tables_of(config):

@@ -19,7 +19,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.projection import arrays, draw, linear, with_threshold
+from sparse_dataflow.core.model.projection import draw, linear, with_threshold
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim import muon
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers, make_optimizer
@@ -56,7 +56,7 @@ def test_factors_are_drawn_with_the_spectral_norms_of_a_dense_weight(sides):
 def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
     drawn = jax.eval_shape(lambda: draw(MODEL, projection, gain=1.0, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    params = {name: rng.normal(size=shape.shape) for name, shape in arrays(drawn).items()}
+    params = {name: rng.normal(size=shape.shape) for name, shape in drawn.items()}
     inputs, outputs = MODEL.projection_shape(projection)
     assert set(params) == {"a_factor", "b_factor", "bias"}
     x, dy = rng.normal(size=(2, 5, inputs)), rng.normal(size=(2, 5, outputs))
@@ -73,7 +73,7 @@ def test_a_layer_and_its_gradient_equal_the_dense_weight_in_float64(projection):
 
 
 def test_a_threshold_lets_small_inputs_of_the_product_count_as_zeros():
-    layer = draw(MODEL, "mlp_in", gain=1.0, rngs=nnx.Rngs(0))
+    layer = linear(MODEL, "mlp_in", draw(MODEL, "mlp_in", gain=1.0, rngs=nnx.Rngs(0)))
     x = np.random.default_rng(0).normal(size=(1, 3, 32)).astype(np.float32)
     masked = np.where(np.abs(x) <= 0.5, 0, x)
     y = with_threshold(layer, np.float32(0.5))(x)

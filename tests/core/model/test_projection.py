@@ -14,7 +14,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.layouts.model_layouts import projection_layout
 from sparse_dataflow.core.layouts.patterns import make_layout
-from sparse_dataflow.core.model.projection import arrays, draw, linear, with_threshold
+from sparse_dataflow.core.model.projection import draw, linear, with_threshold
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.runs.run_config import SIZES
@@ -31,7 +31,7 @@ def sparse(density, rank=0, hadamard=0, pattern="butterfly"):
 def initial(spec, projection, gain=1.0):
     """Returns a function that draws the arrays of a layer."""
     config = WIDE.with_linears(spec)
-    return lambda: arrays(draw(config, projection, gain=gain, rngs=nnx.Rngs(0)))
+    return lambda: draw(config, projection, gain=gain, rngs=nnx.Rngs(0))
 
 
 def abstract(spec, projection="mlp_in"):
