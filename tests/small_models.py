@@ -11,8 +11,8 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import FixedTables
-from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.core.model import gpt, partition, stacks
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.runs.families import FAMILIES
 
 DENSE = ModelConfig(num_layers=2, d_model=32, num_heads=4, d_ff=64, vocab_size=40, max_len=16)
@@ -95,7 +95,7 @@ def fixed(tables):
 
 def arbitrary_weights(config, seed=0, scale=0.2):
     """Returns the weights of random parameters, whose layouts may change."""
-    return ModelWeights(arbitrary_params(config, seed, scale), tables_of(config))
+    return partition.merged(arbitrary_params(config, seed, scale), tables_of(config))
 
 
 def tokens_of(config, batch=4, length=11, seed=0):
@@ -108,8 +108,7 @@ whole_loss_and_gradients = jax.jit(whole.loss_and_gradients, static_argnums=0)
 
 
 def logits_of(config, params, tokens):
-    weights = weights_of({}, tables_of(config))
-    run = lambda p, t: whole.logits(config, dataclasses.replace(weights, params=p), t)  # noqa: E731
+    run = lambda p, t: whole.logits(config, weights_of(p, tables_of(config)), t)  # noqa: E731
     return jax.jit(run)(params, tokens)
 
 

@@ -12,7 +12,7 @@ from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.request import Request
 from sparse_dataflow.commands.training_data import corpus_of, tokenizer_of
 from sparse_dataflow.core.batch import Batch
-from sparse_dataflow.core.model.stacks import weights_of
+from sparse_dataflow.core.model.stacks import fixed_layouts, split_layouts
 from sparse_dataflow.core.training.step import initial_state, make_eval_step
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation import harness
@@ -65,7 +65,7 @@ def _random(models: Models, name: str, tokenizer: Tokenizer) -> Model:
     """A model with the weights that its training would start with."""
     model = models.by_name[name]
     state = initial_state(model, models.training)
-    params = state.weights.merged
+    params = state.merged
     return Model(Path(), name, model, params, tokenizer, 0, models.training, None, {})
 
 
@@ -136,10 +136,11 @@ def _requests(trained, tasks, shots):
 def _forward(trained, limits: Limits, calls):
     """A function that runs `calls` evaluation steps of the training, on one micro-batch each."""
     program = jax.jit(make_eval_step(trained.model))
-    model_weights = weights_of(trained.params)
+    params, layouts = split_layouts(trained.params)
+    layouts = fixed_layouts(layouts)
     rng = np.random.default_rng(0)
     rows = limits.rows(limits.context)
     shape = rows, limits.context + 1
     tokens = rng.integers(trained.model.vocab_size, size=shape, dtype=np.int32)
     batch = Batch.from_windows(tokens, np.ones((rows, limits.context), np.float32))
-    return lambda: [program(model_weights, batch) for _ in range(calls)]
+    return lambda: [program(params, layouts, batch) for _ in range(calls)]

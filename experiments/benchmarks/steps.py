@@ -135,7 +135,7 @@ def compiled_step(
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
-    rest = executor.place_layouts(state.weights, model, changing=False).rest
+    rest = executor.place_layouts(state.rest, model, changing=False)
     step = jitted_train_step(model, training, executor, state.without_layouts())
     state = state._replace(rest=())
     batch = executor.put(Batch.from_windows(tokens), len(tokens))

@@ -38,14 +38,14 @@ def activation_changes(
       stream, averaged over layers.
     """
     state = initial_state(model, training)
-    state = state._replace(rest=state.weights.with_fixed_layouts().rest)
+    state = state._replace(rest=stacks.fixed_layouts(state.rest))
     step = jax.jit(make_train_step(model, training))
     activations = jax.jit(functools.partial(_activations, model))
-    before = activations(state.weights.merged, batches[0].tokens)
+    before = activations(state.merged, batches[0].tokens)
     changes = []
     for batch in batches:
         state, _ = step(state, batch, np.float32(training.learning_rate))
-        after = activations(state.weights.merged, batches[0].tokens)
+        after = activations(state.merged, batches[0].tokens)
         changes.append({name: _rms(after[name] - before[name]) for name in ACTIVATIONS})
     return {name: np.array([float(c[name]) for c in changes]) for name in ACTIVATIONS}
 

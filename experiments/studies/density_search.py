@@ -16,7 +16,6 @@ from sparse_dataflow.commands.request import Request
 from sparse_dataflow.core import sums
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.messages import say
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import EvalBatches, TrainingData
@@ -223,8 +222,8 @@ class Measurement:
 
     def loss(self, params: object, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
-        weights = weights_of(jax.device_put(params))
-        total = sum(float(self._eval(weights, batch)) for batch in windows)
+        params = jax.device_put(params)
+        total = sum(float(self._eval(params, (), batch)) for batch in windows)
         return total / windows.total_tokens
 
     def all_pruned(self, space: Space, stop: Any) -> dict[tuple[str, int], dict] | None:

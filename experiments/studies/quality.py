@@ -193,7 +193,7 @@ def _steps(base, all_arms, arms, equal, seed):
         data = base.data(variants[BASELINE])
         for teacher_variant in teachers.values():  # Any weights take the time of trained ones.
             state = initial_state(teacher_variant.model, teacher_variant.training)
-            teacher = Teacher(teacher_variant.model, state.weights.merged)
+            teacher = Teacher(teacher_variant.model, state.merged)
             data = dataclasses.replace(data, teacher=teacher)
         planned["seconds"] = _as_many(steps, settling.step_seconds(variants, data, steps))
     return planned

@@ -295,7 +295,7 @@ def trained(variant: Variant, tokenizer_hash: str, where: Path) -> Teacher:
     if restored is None:
         raise UserError(f"{where} has no checkpoint to learn from; remove it to train it anew.")
     model = variant.phases[-1].model
-    return Teacher(model, jax.device_get(restored[0].state(model).weights.merged))
+    return Teacher(model, jax.device_get(restored[0].state(model).merged))
 
 
 def keep_result(where: Path, result: dict) -> None:

@@ -157,7 +157,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
             model.compute_dtype,
             devices=trainer.executor.devices,
         ),
-        weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.weights)),
+        weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.merged)),
         token_seconds=token_seconds,
         history=history,
         section_seconds=_section_seconds(trainer, phase_seconds[-1], timed),
@@ -363,7 +363,7 @@ def _continued(trainer, prompts):
     """Returns int [prompts, tokens], the greedy continuations, as long as the prompts if the
     context has room, and the median seconds of a step; None if all steps compiled."""
     model = dataclasses.replace(trainer.model, precision=PRECISIONS[0])
-    weights = kv_cache.prepare(model, trainer.state.weights.merged)
+    weights = kv_cache.prepare(model, trainer.state.merged)
     longest, context = max(map(len, prompts)), trainer.training.sequence
     count = min(longest, context - longest)
     steps, clock = [], []

@@ -30,8 +30,8 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     )
     params, rest = without_tables(trained.model, trained.params)
     state = TrainState(np.int32(0), params, (), (), rest)
-    weights = executor.place(state, trained.model).weights
-    weights = executor.place_layouts(weights, trained.model, changing=False)
+    state = executor.place(state, trained.model)
+    rest = executor.place_layouts(state.rest, trained.model, changing=False)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))
 
     def forward(tokens, places, targets):
@@ -41,7 +41,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         # A place counts tokens of the flat batch, so each row before it adds its padding.
         selected = (places + places // length * padding, targets)
         put = (executor.put(np.pad(a, ((0, 0), (0, -count % tensor))), shards) for a in selected)
-        outputs = program(weights, executor.put(batch, rows), *put)
+        outputs = program(state.params, rest, executor.put(batch, rows), *put)
         return [output[:, :count] for output in outputs]
 
     return forward

@@ -146,7 +146,7 @@ def _seconds(function: Callable, inputs: tuple, *data) -> float:
 
 def _optimizer_seconds(model, training, state):
     optimizer = make_optimizer(model, training)
-    named = {"weights": state.weights.with_groups(), "learning_rate": 1e-3}
+    named = {"rest": stacks.with_groups(state.rest), "learning_rate": 1e-3}
     update = jax.jit(functools.partial(optimizer.update, **named))
     return _median(lambda: update(state.params, state.moments, state.params))
 

@@ -27,7 +27,7 @@ from sparse_dataflow.core.executors.mesh import BATCH_AXES
 from sparse_dataflow.core.executors.sharded import (
     Sharded,
     batch_specs,
-    local_weights,
+    local_layouts,
     norm_specs,
 )
 from sparse_dataflow.core.model import gpt
@@ -77,33 +77,33 @@ class Pipelined(Sharded):
         super().check(model, training)
         self._plan(model, training.micro_batches)
 
-    def loss(self, model, weights, batch):
+    def loss(self, model, params, rest, batch):
         rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
         stages, chunks = self.division.stages, self.division.chunks
         table = action_tables.forward_only(stages, micro_batches, chunks)
-        rank, specs, _ = self._rank(model, weights)
+        rank, specs, _ = self._rank(model, params, rest)
         plan = pipeline.make_plan(self.division, table)
 
         def block(layer_config, params, rest, x, batch):
             layer = layer_weights(layer_config, merged(params, rest))
             return gpt.block(layer_config, layer, x, batch, rank.shard, rank.attend)[0], {}
 
-        def local(table, weights, batch):
+        def local(table, params, rest, batch):
             split_batch = whole.micro_batches(model, batch, micro_batches, rank)
-            work = self._work(model, rank, weights, specs, block, split_batch)
+            work = self._work(model, rank, (params, rest), specs, block, split_batch)
             _, metrics, _ = pipeline.run_stage(plan, table[0], work)
             return lax.psum(metrics["loss"].total, EVERY_AXIS)
 
-        in_specs = STAGED, specs, P(BATCH_AXES)
-        return self._mapped(local, in_specs, P())(pipeline.rows(plan), weights, batch)
+        in_specs = STAGED, *specs, P(BATCH_AXES)
+        return self._mapped(local, in_specs, P())(pipeline.rows(plan), params, rest, batch)
 
-    def loss_and_gradients(self, model, weights, batch, how):
+    def loss_and_gradients(self, model, params, rest, batch, how):
         """See `Executor`; a stage accumulates all gradients in float32, whatever the dtype."""
         micro_batches, plan = how.micro_batches, self._plan(model, how.micro_batches)
-        rank, specs, gradient_specs = self._rank(model, weights)
-        gathered = sharding.gathered_specs(model, specs.params, self.exchange)
+        rank, specs, gradient_specs = self._rank(model, params, rest)
+        gathered = sharding.gathered_specs(model, specs[0], self.exchange)
 
         def block(layer_config, params, rest, x, batch):
             layer = layer_weights(layer_config, merged(params, rest))
@@ -113,11 +113,11 @@ class Pipelined(Sharded):
 
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
-        def local(table, weights, batch):
+        def local(table, params, rest, batch):
             padded = batch.token_weights is not None
             batch = batch.weighted(rank.batch_shards)
             split_batch = whole.micro_batches(model, batch, micro_batches, rank, padded)
-            work = self._work(model, rank, weights, specs, block, split_batch)
+            work = self._work(model, rank, (params, rest), specs, block, split_batch)
             block_metrics, head_metrics, gradients = pipeline.run_stage(plan, table[0], work)
             block_metrics = step_metrics.over_devices(block_metrics, axes_of_a_stage)
             head_metrics = step_metrics.over_devices(head_metrics, EVERY_AXIS)
@@ -125,8 +125,8 @@ class Pipelined(Sharded):
             # Every stage holds these, and one of them has computed their gradient: the others add
             # zeros.
             summed = lax.psum({name: gradients[name] for name in on_all}, "stage")
-            gradients = {name: (gradients | summed)[name] for name in specs.params}
-            gradients = jax.tree.map(collect, gradients, specs.params, gathered, gradient_specs)
+            gradients = {name: (gradients | summed)[name] for name in specs[0]}
+            gradients = jax.tree.map(collect, gradients, specs[0], gathered, gradient_specs)
             return block_metrics, head_metrics, gradients
 
         def collect(gradient, param_spec, gathered, spec):
@@ -134,16 +134,16 @@ class Pipelined(Sharded):
             shard = sharding.reduce_scatter(gradient, whole_spec, spec)
             return sharding.all_reduce(shard, spec, self.mesh)
 
-        in_specs = STAGED, specs, batch_specs(batch)
+        in_specs = STAGED, *specs, batch_specs(batch)
         out_specs = STAGED, P(), gradient_specs
         block_metrics, head_metrics, gradients = self._mapped(local, in_specs, out_specs)(
-            pipeline.rows(plan), weights, batch
+            pipeline.rows(plan), params, rest, batch
         )
         return {**head_metrics, **from_stages(self.division, block_metrics)}, gradients
 
-    def block_gradient_norms(self, model, weights, batch):
+    def block_gradient_norms(self, model, params, rest, batch):
         plan = self._plan(model, 1, "gpipe")
-        rank, specs, _ = self._rank(model, weights)
+        rank, specs, _ = self._rank(model, params, rest)
         # A norm of the whole rows is not the sum of norms of their parts.
         rank = dataclasses.replace(rank, sub_batches=1)
         axes = self._measured_axes(batch)
@@ -155,9 +155,9 @@ class Pipelined(Sharded):
             layer = layer_weights(layer_config, merged(probes, rest))
             return gpt.block(layer_config, layer, x, batch, rank.shard, rank.attend)[0], {}
 
-        def local(table, weights, batch):
+        def local(table, params, rest, batch):
             split_batch = whole.micro_batches(model, batch.weighted(shards), 1, rank)
-            work = self._work(model, rank, weights, specs, probed, split_batch)
+            work = self._work(model, rank, (params, rest), specs, probed, split_batch)
             norms = [
                 {name: jnp.zeros(layout.grid) for name, layout in group.items()}
                 for group in split_groups(layouts_by_name({"blocks": work.rest}))
@@ -168,10 +168,10 @@ class Pipelined(Sharded):
             strips = split_groups(pipeline.run_stage(plan, table[0], work)[-1]["blocks"])
             return self._summed_strips(strips)
 
-        in_specs = STAGED, specs, P(axes or None)
-        groups = split_groups(layouts_by_name(weights.rest))
+        in_specs = STAGED, *specs, P(axes or None)
+        groups = split_groups(layouts_by_name(rest))
         norms = self._mapped(local, in_specs, tuple(map(norm_specs, groups)))(
-            pipeline.rows(plan), weights, batch
+            pipeline.rows(plan), params, rest, batch
         )
         by_group = map(from_stages, self._divisions(model), norms)
         joined = jax.tree.map(lambda *each: jnp.concatenate(each), *by_group)
@@ -213,17 +213,18 @@ class Pipelined(Sharded):
         """Returns the division of each layer group."""
         return tuple(part(self.division, group.layers) for group in layer_groups(model))
 
-    def _work(self, model, rank, weights, specs, block, batch):
+    def _work(self, model, rank, trees, specs, block, batch):
         """Returns the work of a stage.
 
         Args:
+          trees: what is trained and what is not.
           block: (layer model, params, what is not trained, x, micro-batch) -> x.
           batch: `whole.micro_batches`.
         """
-        weights = local_weights(weights)
+        params, rest = trees[0], local_layouts(trees[1])
         params, rest = (
             {"embed": {}, "head": {}, **self._gathered(model, tree or {}, tree_specs or {})}
-            for tree, tree_specs in ((weights.params, specs.params), (weights.rest, specs.rest))
+            for tree, tree_specs in zip((params, rest), specs, strict=True)
         )
 
         def head_loss(embed, head, x, micro_batch):

@@ -57,7 +57,7 @@ def _change_features(
     if rule == "uniform":
         importance = np.ones((model.num_layers, model.d_ff))
     else:
-        importance = magnitudes(model, state.weights.merged, batches, division)
+        importance = magnitudes(model, state.merged, batches, division)
     # A resumed run draws the same features: draws follow from the state's key and step.
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
     seed = np.asarray(jax.device_get(key)).ravel().tolist()

@@ -28,7 +28,6 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model.partition import legal
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.optim.muon import Matrices
 from sparse_dataflow.core.optim.muon_updates import matrices_like
@@ -82,13 +81,13 @@ def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
     group = model
     if isinstance(section, int):
         group = layer_groups(model)[group_index(model, section)].model
-    weights = ModelWeights(masters, view(rest, section) if rest else ())
-    multipliers = learning_rate_multipliers(group, training, masters, weights)
+    section_rest = view(rest, section) if rest else ()
+    multipliers = learning_rate_multipliers(group, training, masters, section_rest)
     columns = zip(
         jax.tree_util.tree_leaves_with_path(masters),
         jax.tree.leaves(multipliers),
         jax.tree.leaves(weight_decays(model, training, masters)),
-        jax.tree.leaves(matrices_like(model, masters, weights)),
+        jax.tree.leaves(matrices_like(model, masters, section_rest)),
         strict=True,
     )
 
@@ -177,10 +176,10 @@ class ParameterServer:
             self._copies[section] = self._new_copy(view(params, section))
         return self._copies[section]
 
-    def section(self, weights: ModelWeights, section: Section) -> Any:
-        """Returns the `ModelWeights` of a section, which the device reads from host; see `copy`."""
-        rest = self._pinned(weights.rest, section) if weights.rest else {}
-        return ModelWeights(self.copy(weights.params, section), rest)
+    def section(self, params: dict, rest: Any, section: Section) -> tuple[dict, dict]:
+        """Returns what is trained and what is not of a section, which the device reads from host;
+        see `copy`."""
+        return self.copy(params, section), self._pinned(rest, section) if rest else {}
 
     def _pinned(self, rest: dict, section: Section) -> Any:
         """Returns the host arrays from which the device reads what is not trained of a section."""
@@ -272,7 +271,7 @@ class ServerStep:
         return self._server.fetching.submit(self._fetch, section, more)
 
     def _fetch(self, section, more):
-        arrays = self._server.section(self._state.weights, section)
+        arrays = self._server.section(self._state.params, self._state.rest, section)
         with self._timeline.span("fetch", section_name(section)):
             return jax.block_until_ready(self._server.put((arrays, *more)))
 

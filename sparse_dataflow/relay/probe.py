@@ -19,7 +19,7 @@ from sparse_dataflow.core.executors.block_gradients import (
 from sparse_dataflow.core.executors.whole import micro_batches
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.projection import probe
+from sparse_dataflow.core.model.projection import layer_weights, probe
 from sparse_dataflow.core.model.stacks import layouts_by_name
 from sparse_dataflow.relay import relay_programs as programs
 
@@ -76,20 +76,19 @@ def block_gradient_norms(
 def _compiled(model, shape):
     functions = programs.functions(model)
     arguments = programs.arguments(model, shape)
-    layouts = layouts_by_name(arguments.forward[0].rest)
+    layouts = layouts_by_name(arguments.forward[0][1])
     zeros = {name: np.zeros(layout.grid, np.float32) for name, layout in layouts.items()}
 
     def backward(weights, x, dy, batch):
-        opened = opened_masks(weights)
+        params, opened = weights[0], opened_masks(weights[1])
 
         def block(x, norms, masked):
             probes = {name: probe(name, each) for name, each in norms.items()}
-            params = {**weights.params, **masked}
-            rest = merged(probes, opened.rest)
-            layer = dataclasses.replace(opened, rest=rest, params=params).linears(model)
-            return gpt.block(model, layer, x, batch.map_rows(lambda rows: rows[0]))[0]
+            layer = merged({**params, **masked}, merged(probes, opened))
+            linears = layer_weights(model, layer)
+            return gpt.block(model, linears, x, batch.map_rows(lambda rows: rows[0]))[0]
 
-        masked = {name: weights.params[name] for name in model.masked_projections}
+        masked = {name: params[name] for name in model.masked_projections}
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros), masked)
         dx, norms, gradients = pull(dy[0])
         return dx[None], norms | norms_of_masks(model, gradients)

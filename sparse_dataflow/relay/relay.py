@@ -27,7 +27,6 @@ from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import micro_batches
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import Metrics, Norm, StepReport, stacked
@@ -142,11 +141,11 @@ class Relay:
         """Sets the run's length and seed, and enables its depth schedule."""
         self.training, self._depth = training, self.config.depth
 
-    def to_device(self, weights: ModelWeights, section: Section, *more: object) -> tuple:
+    def to_device(self, params: dict, rest: object, section: Section, *more: object) -> tuple:
         """Copies a `ParameterServer.section`, and other host arrays, to the device."""
-        return jax.block_until_ready(self._put((self.server.section(weights, section), *more)))
+        return jax.block_until_ready(self._put((self.server.section(params, rest, section), *more)))
 
-    def to_first_device(self, weights: ModelWeights, section: Section) -> Any:
+    def to_first_device(self, params: dict, rest: object, section: Section) -> Any:
         """Copies as `to_device`, to this process's first device alone."""
         device = SingleDeviceSharding(jax.local_devices()[0])
 
@@ -154,7 +153,7 @@ class Relay:
             local = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
             return jax.device_put(local, device, may_alias=False)
 
-        return jax.block_until_ready(jax.tree.map(put, self.server.section(weights, section)))
+        return jax.block_until_ready(jax.tree.map(put, self.server.section(params, rest, section)))
 
     def train_step(
         self,
@@ -285,7 +284,7 @@ class Relay:
         """Returns the programs of a section."""
         return programs[self._kind_of_layer[section] if isinstance(section, int) else 0]
 
-    def eval_step(self, weights: ModelWeights, batch: Batch) -> np.ndarray:
+    def eval_step(self, params: dict, rest: object, batch: Batch) -> np.ndarray:
         """Returns the float32 [] sum of weighted losses in nats.
 
         All blocks take part.
@@ -294,13 +293,13 @@ class Relay:
           UserError: the device failed.
         """
         with translated_device_errors("an evaluation"):
-            return self._evaluate(weights, batch)
+            return self._evaluate(params, rest, batch)
 
-    def _evaluate(self, weights, batch):
+    def _evaluate(self, params, rest, batch):
         run, timeline = self.eval_programs[0], Timeline()
         batch = self._micro_batches(batch, 1)
         fetch = lambda section, *more: self.server.fetching.submit(  # noqa: E731
-            self.to_device, weights, section, *more
+            self.to_device, params, rest, section, *more
         )
         x = run.embed(*fetch(EMBED).result(), batch.tokens)
 

@@ -16,7 +16,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import compatibility
 from sparse_dataflow.core.executors.executor import MultiProgramExecutor
-from sparse_dataflow.core.model.stacks import split_layouts
+from sparse_dataflow.core.model.stacks import split_layouts, with_groups
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.core.optim.optimizers import TrainState, with_steps_left
 from sparse_dataflow.relay import host_state, relay_programs, server_files
@@ -171,8 +171,8 @@ class RelayExecutor(MultiProgramExecutor):
         rest = jax.tree.map(np.asarray, state.rest)
         return state._replace(**jax.tree.map(_writable, fields), rest=rest)
 
-    def place_layouts(self, weights, model, changing):
-        return weights if changing else weights.with_groups()
+    def place_layouts(self, rest, model, changing):
+        return rest if changing else with_groups(rest)
 
 
 def _restore_common_step(files, training):
@@ -189,10 +189,10 @@ def _restore_common_step(files, training):
     return state._replace(moments=with_steps_left(training, state.moments, step))
 
 
-def _gradient_norms(relay, weights, batch):
+def _gradient_norms(relay, params, rest, batch):
     # The first device of every process computes the norms of all rows, so that the layouts do not
     # depend on the number of devices.
-    fetch = functools.partial(relay.to_first_device, weights)
+    fetch = functools.partial(relay.to_first_device, params, rest)
     with translated_device_errors("an update of the layouts"):
         return block_gradient_norms(relay.model, fetch, jax.tree.map(np.asarray, batch))
 

@@ -31,8 +31,8 @@ from sparse_dataflow.core.model.partition import (
     trained_and_rest,
     without_left_out,
 )
+from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.weights.kind import ROUTER
 from sparse_dataflow.files.errors import UserError
 
@@ -40,6 +40,9 @@ DATA_AXIS = "data"
 
 
 T = TypeVar("T")
+
+Pair = tuple[dict, dict]
+"""What is trained of a section, and what is not."""
 
 
 class Options(NamedTuple):
@@ -65,11 +68,11 @@ class Programs(NamedTuple, Generic[T]):
     The rows of a batch are [M, B, ...]; blocks get it without what the others alone read.
 
     Attributes:
-      embed: (`ModelWeights` of the section, int32 inputs [M, B, T]) -> x [M, B, T, D].
-      forward: (`ModelWeights` of a block, x, batch) -> (x after the block, metrics).
-      head: (`ModelWeights` of the section, `tied_output`, x, batch) -> (metrics, dx, (gradient of
+      embed: (`section_weights`, int32 inputs [M, B, T]) -> x [M, B, T, D].
+      forward: (`section_weights` of a block, x, batch) -> (x after the block, metrics).
+      head: (`section_weights`, `tied_output`, x, batch) -> (metrics, dx, (gradient of
         the head's params, of the tied output's)).
-      backward: (`ModelWeights` of a block, x, dy, batch) -> (dx, gradient of its params);
+      backward: (`section_weights` of a block, x, dy, batch) -> (dx, gradient of its params);
         recomputes the forward pass and donates dy.
       embed_backward: (inputs, dx, the head's gradient of the tied output) -> gradient of the embed
         section's params; the sum of both gradients of a tied embedding.
@@ -106,7 +109,7 @@ def device_params(model: ModelConfig, params: object) -> Any:
     )
 
 
-def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWeights, ...]:
+def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[Pair, ...]:
     """Returns the shapes of the device's copies of (embed, one block, head), without layouts.
 
     Args:
@@ -121,7 +124,7 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
 
     params, rest = jax.eval_shape(draw)
     weights = {
-        name: ModelWeights(device_params(model, params.get(name, {})), rest.get(name, {}))
+        name: (device_params(model, params.get(name, {})), rest.get(name, {}))
         for name in ("embed", "blocks", "head")
     }
     block = jax.tree.map(
@@ -130,19 +133,14 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[ModelWei
     return weights["embed"], block, weights["head"]
 
 
-def tied_output(model: ModelConfig, embed: ModelWeights) -> ModelWeights:
+def tied_output(model: ModelConfig, embed: Pair) -> Pair:
     """Returns the output layer that the head takes from "embed"; no weights if it has its own."""
 
     def tokens(tree):
         tied = model.tied_embeddings and tree and "tokens" in tree
         return {"tokens": tree["tokens"]} if tied else {}
 
-    return ModelWeights(tokens(embed.params), tokens(embed.rest))
-
-
-def _with_params(weights, params):
-    """Returns all parameters of a section with others in place of the trained ones."""
-    return dataclasses.replace(weights, params=params).merged
+    return tokens(embed[0]), tokens(embed[1])
 
 
 def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
@@ -150,23 +148,23 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
     embed_weights = section_weights(model, adapted)[0]
 
     def embed(weights, inputs):
-        params = weights.merged
+        params = merged(*weights)
         return _map(lambda tokens, _: gpt.embed(model, params, tokens), NO_BATCH, inputs)
 
     def forward(weights, x, batch):
-        block = functools.partial(gpt.block, model, weights.linears(model))
+        block = functools.partial(gpt.block, model, layer_weights(model, merged(*weights)))
         return _accumulated(block, batch, x)
 
     def head(weights, tied, x, batch):
         def loss(params, tied_params, x, batch):
-            output = _with_params(tied, tied_params).get("tokens", ())
-            return gpt.head_loss(model, _with_params(weights, params), output, x, batch)
+            output = merged(tied_params, tied[1]).get("tokens", ())
+            return gpt.head_loss(model, merged(params, weights[1]), output, x, batch)
 
         def micro_batch(x, batch):
             value, pull, metrics = jax.vjp(
                 lambda params, tied_params, x: loss(params, tied_params, x, batch),
-                weights.params,
-                tied.params,
+                weights[0],
+                tied[0],
                 x,
                 has_aux=True,
             )
@@ -174,21 +172,21 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
             return dx, (metrics, tuple(gradients))
 
         dx, (metrics, gradients) = _accumulated(micro_batch, batch, x)
-        return metrics, dx, _cast_like((weights.params, tied.params), gradients)
+        return metrics, dx, _cast_like((weights[0], tied[0]), gradients)
 
     def backward(weights, x, dy, batch):
         def micro_batch(x, dy, batch):
             def block(params, x):
-                layer = dataclasses.replace(weights, params=params)
-                x, metrics = gpt.block(model, layer.linears(model), x, batch)
+                layer = layer_weights(model, merged(params, weights[1]))
+                x, metrics = gpt.block(model, layer, x, batch)
                 return gpt.with_auxiliary_losses(model, x, metrics, batch, UNSHARDED)
 
-            _, pull = jax.vjp(block, weights.params, x)
+            _, pull = jax.vjp(block, weights[0], x)
             gradient, dx = pull(dy)
             return dx, gradient
 
         dx, gradient = _accumulated(micro_batch, batch, x, dy)
-        return dx, _cast_like(weights.params, gradient)
+        return dx, _cast_like(weights[0], gradient)
 
     def embed_backward(inputs, dx, tied_gradient):
         # Embedding is linear in its params, so its gradient does not depend on them.
@@ -196,15 +194,15 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
 
         def micro_batch(tokens, dx, _):
             _, pull = jax.vjp(
-                lambda params: gpt.embed(model, _with_params(weights, params), tokens),
-                weights.params,
+                lambda params: gpt.embed(model, merged(params, weights[1]), tokens),
+                weights[0],
             )
             return (), pull(dx)[0]
 
         gradient = dict(_accumulated(micro_batch, NO_BATCH, inputs, dx)[1])
         for name, other in tied_gradient.items():
             gradient[name] += other.astype(gradient[name].dtype)
-        return _cast_like(weights.params, gradient)
+        return _cast_like(weights[0], gradient)
 
     return Programs(embed, forward, head, backward, embed_backward)
 
@@ -215,11 +213,11 @@ def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Ca
     training = functions(model, adapted)
 
     def forward(weights, x, batch):
-        linears = weights.linears(model)
+        linears = layer_weights(model, merged(*weights))
         return _map(lambda x, at: gpt.block(model, linears, x, at)[0], batch, x)
 
     def head(weights, tied, x, batch):
-        params, output = weights.merged, tied.merged.get("tokens", ())
+        params, output = merged(*weights), merged(*tied).get("tokens", ())
 
         def loss(x, batch):
             return gpt.head_loss(model, params, output, x, batch)[0]
@@ -254,14 +252,14 @@ def arguments(
 
     if stored:
         layouts = stacks.map_placed_layouts(abstract, stored)
-        block = dataclasses.replace(block, rest=merged(block.rest, layouts["blocks"]))
+        block = block[0], merged(block[1], layouts["blocks"])
     tied = tied_output(model, embed)
     return Programs(
         embed=(embed, batch.tokens),
         forward=(block, x, batch.for_blocks()),
         head=(head, tied, x, batch),
         backward=(block, x, x, batch.for_blocks()),
-        embed_backward=(batch.tokens, x, tied.params),
+        embed_backward=(batch.tokens, x, tied[0]),
     )
 
 

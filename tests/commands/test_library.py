@@ -14,7 +14,7 @@ import sparse_dataflow as sd
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model.partition import without_tables
-from sparse_dataflow.core.model.stacks import layouts_by_place, map_placed_layouts, weights_of
+from sparse_dataflow.core.model.stacks import fixed_layouts, layouts_by_place, map_placed_layouts
 
 CONFIG = sd.preset("pico").change(
     model__num_layers=1, model__vocab_size=300, sparsity__block=32, sparsity__density=0.5
@@ -36,8 +36,9 @@ def equal(first, second):
 def test_loss_and_gradients_are_those_of_the_trainer():
     model, batch = draw(), tokens()
     loss, gradients = jax.value_and_grad(sd.loss)(model, batch)
-    weights = weights_of(*without_tables(model.model, model.params))
-    expected = whole.loss_and_gradients(model.model, weights, Batch.from_windows(batch))
+    params, rest = without_tables(model.model, model.params)
+    rest = fixed_layouts(rest)
+    expected = whole.loss_and_gradients(model.model, params, rest, Batch.from_windows(batch))
     np.testing.assert_allclose(loss, expected[0]["loss"].number(), rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)  # noqa: E731
     jax.tree.map(close, without_tables(gradients.model, gradients.params)[0], expected[1])

@@ -113,12 +113,12 @@ def overlapping(topology, sub_batches, **sizes):
     training = TrainingConfig(1, batch=8, sequence=model.max_len)
     (state, rest, batch, _), _ = compile.abstract_arguments(executor, model, training, False)
     step = jax.jit(
-        lambda weights, batch: executor.loss_and_gradients(
-            model, weights, batch, whole.Accumulation()
+        lambda params, rest, batch: executor.loss_and_gradients(
+            model, params, rest, batch, whole.Accumulation()
         )
     )
     with compile.tracing_for(executor, chips[0]):
-        traced = step.trace(state._replace(rest=rest).weights, batch)
+        traced = step.trace(state.params, rest, batch)
         program = traced.lower(lowering_platforms=(topology.platform,)).compile()
     loops: dict[str, list] = {}
     smallest = 2**20  # Sums of squares of the norms are smaller.

@@ -26,7 +26,7 @@ def test_the_loaded_model_equals_the_saved_model(
     assert (trained.step, trained.variant, trained.model) == (step, variant, models[variant])
     assert trained.tokenizer.content_hash == tokenizer.content_hash
     state = run_folder.states[variant, step]
-    jax.tree.map(np.testing.assert_array_equal, trained.params, state.weights.merged)
+    jax.tree.map(np.testing.assert_array_equal, trained.params, state.merged)
     # Programs are specialised to concrete tables.
     layouts = split_layouts(trained.params)[1]
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(layouts))

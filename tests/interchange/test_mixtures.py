@@ -48,7 +48,7 @@ def test_experts_of_equal_storage_keep_every_bit(experts):
     start = start_of(config)
     trained_otherwise = dataclasses.replace(config, expert_capacity=1.0, balance_loss=0.1)
     state = initial_state_from(start, trained_otherwise, TRAINING)
-    same = jax.tree.map(np.array_equal, state.weights.merged, start.params)
+    same = jax.tree.map(np.array_equal, state.merged, start.params)
     assert all(jax.tree.leaves(same))
 
 

@@ -120,7 +120,7 @@ def test_weights_that_have_the_blocks_keep_every_bit():
     grouped = pruned(DENSE)
     start = start_of(grouped)
     state = initial_state_from(start, grouped, TRAINING, prune_to="pattern")
-    same = jax.tree.map(np.array_equal, state.weights.merged, start.params)
+    same = jax.tree.map(np.array_equal, state.merged, start.params)
     assert all(jax.tree.leaves(same))
 
 

@@ -47,7 +47,7 @@ def trained_model(name, folder, factors=None, training=TRAINING):
     )  # fmt: skip
     (folder / "dense").mkdir(parents=True)
     (folder / "dense" / "metrics.jsonl").touch()
-    model, weights = adapters.dequantised(model, jax.device_get(state.weights.merged))
+    model, weights = adapters.dequantised(model, jax.device_get(state.merged))
     return Model(folder, "dense", model, weights, start.tokenizer, 1, training, record, {})
 
 

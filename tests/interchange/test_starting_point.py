@@ -49,10 +49,10 @@ def test_the_dense_model_starts_with_the_same_function(config):
 def test_the_same_sparsity_keeps_every_bit():
     start = start_of(SPARSE)
     state = initial_state_from(start, SPARSE, TRAINING)
-    same = jax.tree.map(np.array_equal, state.weights.merged, start.params)
+    same = jax.tree.map(np.array_equal, state.merged, start.params)
     assert all(jax.tree.leaves(same))
     again = initial_state_from(start, SPARSE, TRAINING)  # `start` is not modified.
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again.weights.merged, start.params)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again.merged, start.params)))
 
 
 def test_low_rank_terms_join_given_weights_and_keep_their_function():

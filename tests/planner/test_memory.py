@@ -18,7 +18,6 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.planner import memory, plan_memory, scales
 from sparse_dataflow.runs.families import FAMILIES
@@ -215,7 +214,7 @@ def test_activations_and_logits_agree_with_xla(remat, fields):
     tokens = jax.ShapeDtypeStruct((batch, config.max_len + 1), jnp.int32)
     step = jax.jit(
         lambda params, tokens: whole.loss_and_gradients(
-            config, weights_of(params, {}), Batch.from_windows(tokens)
+            config, params, (), Batch.from_windows(tokens)
         )
     )
     compiled = step.lower(params, tokens).compile().memory_analysis()

@@ -20,6 +20,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import Portions
 from sparse_dataflow.core.layouts.evolution import phase_specs
+from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.left_out import LEFT_OUT
 from sparse_dataflow.core.optim.optimizers import adam_state, learning_rate_schedule
 from sparse_dataflow.core.training import cost, loop
@@ -130,7 +131,7 @@ def test_a_phase_computes_the_model_without_the_features(model):
             kernel = kernel.at[layer, positions[start + layer]].set(0)
         group["mlp_out"]["kernel"], start = kernel, start + len(kernel)
     batch = Batch.from_windows(jnp.asarray(TOKENS), jnp.full((4, 8), 1 / 32))
-    weights = lambda s: s.weights.with_fixed_layouts()  # noqa: E731
+    weights = lambda s: stacks.fixed_layouts(s.merged)  # noqa: E731
     right = whole.loss(model, weights(state._replace(params=params)), batch)
     out = omission.leave_out(state, narrow, positions)
     assert float(whole.loss(narrow, weights(out), batch)) == pytest.approx(float(right), rel=1e-6)
@@ -143,7 +144,7 @@ def test_magnitudes_are_the_mean_absolute_hidden_features():
     block = state.params["blocks"]
     block["attn_out"] = jax.tree.map(jnp.zeros_like, block["attn_out"])
     batches = [Batch.from_windows(jnp.asarray(rows)) for rows in (TOKENS[:2], TOKENS[2:])]
-    measured = omission.magnitudes(model, state.weights.merged, batches, Portions(1, 3, 2))
+    measured = omission.magnitudes(model, state.merged, batches, Portions(1, 3, 2))
     x = np.asarray(state.params["embed"]["tokens"], np.float64)[TOKENS[:3, :-1]]
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     hidden = x @ np.asarray(block["mlp_in"]["kernel"][0], np.float64)
@@ -233,7 +234,7 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path, started):
     assert changes[0]["parameters"] < changes[-1]["parameters"]
     for stop in (starts[0], starts[1] + 1, starts[-1]):
         t = evolving.train(started(tmp_path / "cut"), until=stop)
-        assert LEFT_OUT not in t.programs.weights(t.state).merged["blocks"]
+        assert LEFT_OUT not in (t.programs.rest(t.state) or {"blocks": {}})["blocks"]
         t.close()
     cut = evolving.train(started(tmp_path / "cut"), until=20)
     bits = lambda t: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(t.state.params)]  # noqa: E731

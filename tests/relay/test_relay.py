@@ -21,7 +21,6 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import OPTIMIZERS, TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import learning_rate_schedule
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.files.errors import UserError
@@ -330,7 +329,7 @@ def test_a_growing_network_starts_with_identities():
     first = {**state.params, "blocks": jax.tree.map(lambda a: a[:1], state.params["blocks"])}
     batch = batch_of(0).weighted()
     deep, alone = (
-        Relay(model, how, eval_shape=(4, 11)).eval_step(ModelWeights(params, {}), batch)
+        Relay(model, how, eval_shape=(4, 11)).eval_step(params, (), batch)
         for model, params in ((model, state.params), (shallow, first))
     )
     assert deep == alone
@@ -371,7 +370,7 @@ def test_a_device_lost_in_an_evaluation_is_a_user_error():
 
     relay.eval_programs = (relay.eval_programs[0]._replace(forward=lost),)
     with pytest.raises(UserError, match=r"failed in an evaluation \(INTERNAL: device lost\)"):
-        relay.eval_step(state.weights, batch_of(0).weighted())
+        relay.eval_step(state.params, state.rest, batch_of(0).weighted())
 
 
 def test_a_device_lost_in_mid_step_keeps_the_previous_step_in_the_files(tmp_path):

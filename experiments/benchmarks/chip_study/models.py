@@ -133,8 +133,8 @@ def step_shapes(model: ModelConfig, training: TrainingConfig) -> tuple:
 def fresh_state(model: ModelConfig, training: TrainingConfig) -> tuple:
     """Returns (state without its rest, the rest) as a step takes them."""
     state = initial_state(model, training)
-    placed = SINGLE_DEVICE.place_layouts(state.weights, model, changing=False)
-    return state._replace(rest=()), placed.rest
+    rest = SINGLE_DEVICE.place_layouts(state.rest, model, changing=False)
+    return state._replace(rest=()), rest
 
 
 def lowered_step(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.batch import Batch
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import make_eval_step
@@ -305,8 +304,7 @@ def _training_programs(sizes, chip):
     def lowered_loss(model):
         state, rest, batch, _ = models.step_shapes(model, training)
         batch = jax.eval_shape(Batch.weighted, batch)
-        weights = ModelWeights(state.params, rest)
-        return jax.jit(make_eval_step(model)).lower(weights, batch)
+        return jax.jit(make_eval_step(model)).lower(state.params, rest, batch)
 
     programs: dict[str, Lower] = {}
     for name, model in models.trained_models(sizes).items():
@@ -343,7 +341,7 @@ def _trained(model, training, step, loss, corpus, seconds, every):
     rng, spent, steps, losses = np.random.default_rng(0), 0.0, 0, []
 
     def measure():
-        nats = float(loss(ModelWeights(state.params, rest), held_out))
+        nats = float(loss(state.params, rest, held_out))
         losses.append({"seconds": spent, "steps": steps, "bits_per_byte": nats / math.log(2)})
 
     measure()

@@ -222,7 +222,7 @@ def _program(model, optimizer, vector_rate, teacher_model):
             hidden = whole.hidden_states(teacher_model, weights_of(teacher), batch.tokens)
             hidden, output = gpt.output_layer(teacher["head"], teacher["embed"]["tokens"], hidden)
             batch = dataclasses.replace(batch, teacher_hidden=hidden, teacher=(output, weight))
-        metrics, gradients = whole.loss_and_gradients(model, weights_of(masked), batch)
+        metrics, gradients = whole.loss_and_gradients(model, masked, (), batch)
         loss = metrics["loss"].total  # type: ignore[attr-defined]
         return loss, jax.tree.map(jnp.multiply, gradients, masks), masked
 
@@ -237,9 +237,7 @@ def _program(model, optimizer, vector_rate, teacher_model):
                     "products": jax.tree.map(jnp.multiply, masked, gradients)["blocks"],
                     "inputs": inputs.mean_squares(model, masked, batch.tokens),
                 }
-            updates, moments = transform.update(
-                gradients, moments, masked, weights=weights_of(masked), learning_rate=rate
-            )
+            updates, moments = transform.update(gradients, moments, masked, learning_rate=rate)
             updates = jax.tree.map(jnp.multiply, updates, masks)
             return (optax.apply_updates(masked, updates), moments), (loss, scores)
 

@@ -1,10 +1,9 @@
 """Gradient norms of all blocks, stored or not, without storing a dense gradient."""
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,12 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding, whole
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import probe
-from sparse_dataflow.core.model.stacks import ModelWeights, layouts_by_name, map_arrays
+from sparse_dataflow.core.model.stacks import layouts_by_name, map_arrays
 
 
 def block_gradient_norms(
     model: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     batch: Batch,
     rank: whole.Rank = whole.SINGLE_RANK,
     axes: tuple[str, ...] = (),
@@ -34,7 +33,7 @@ def block_gradient_norms(
     of one projection of one layer at a time and keeps only its block norms.
 
     Args:
-      weights: of the model, with layouts that may change.
+      params: all parameters, trained and not, with layouts that may change.
       batch: the rank's rows.
       rank: device whose weights these are.
       axes: axes of `shard_map` that shard the rows.
@@ -44,7 +43,7 @@ def block_gradient_norms(
     """
     zeros = [
         {name: jnp.zeros(layout.grid, jnp.float32) for name, layout in group.items()}
-        for group in split_groups(layouts_by_name(weights.merged))
+        for group in split_groups(layouts_by_name(params))
     ]
     summed = axes if rank.context is None else (*axes, rank.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
@@ -54,8 +53,7 @@ def block_gradient_norms(
             {name: probe(name, each, summed, rank.shard) for name, each in group.items()}
             for group in norms
         ]
-        rest = merged({"blocks": join_groups(probes)}, weights.rest)
-        probed = dataclasses.replace(weights, rest=rest)
+        probed = merged({"blocks": join_groups(probes)}, params)
         return whole.loss(model, probed, batch.weighted(shares), rank)
 
     # The loss does not depend on these zeros. A `Probed` weight returns the norms of xᵀ dy as their
@@ -67,7 +65,8 @@ def block_gradient_norms(
 def mask_gradient_norms(
     loss_and_gradients: Callable,
     model: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
+    rest: object,
     batch: Batch,
     features: np.ndarray | None = None,
 ) -> dict[str, jax.Array]:
@@ -75,7 +74,8 @@ def mask_gradient_norms(
 
     Args:
       loss_and_gradients: of an executor.
-      weights: of the model, as placed.
+      params: what is trained, as placed.
+      rest: what is not, as placed.
       batch: as the executor puts it.
       features: order of the residual stream's features as placed; None for that of the model.
 
@@ -84,8 +84,8 @@ def mask_gradient_norms(
     """
     if not model.masked_projections:
         return {}
-    opened = opened_masks(weights)
-    _, gradients = loss_and_gradients(model, opened, batch, whole.Accumulation())
+    how = whole.Accumulation()
+    _, gradients = loss_and_gradients(model, params, opened_masks(rest), batch, how)
     groups = [
         norms_of_masks(model, _in_order(model, group, features))
         for group in split_groups(gradients["blocks"])
@@ -110,13 +110,13 @@ def _in_order(model, gradients, features):
     }
 
 
-def opened_masks(weights: ModelWeights) -> ModelWeights:
-    """Returns weights with masks of ones, of a model without adapters.
+def opened_masks(rest: object) -> Any:
+    """Returns what is not trained with masks of ones, of a model without adapters.
 
     What is not under a mask is zero, so they compute the same, and their gradient is that of dense
     weights.
     """
-    return dataclasses.replace(weights, rest=map_arrays(jnp.ones_like, weights.rest))
+    return map_arrays(jnp.ones_like, rest)
 
 
 def norms_of_masks(model: ModelConfig, gradients: Mapping[str, object]) -> dict[str, jax.Array]:

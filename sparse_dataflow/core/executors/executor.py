@@ -12,7 +12,8 @@ from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Accumulation
-from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
+from sparse_dataflow.core.model.partition import merged, without_left_out
+from sparse_dataflow.core.model.stacks import fixed_layouts, layouts_by_place, split_layouts
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.step_metrics import Metrics
 
@@ -99,16 +100,15 @@ class Executor:
         """Inverts `place`, except that arrays stay on their devices."""
         return state
 
-    def place_layouts(
-        self, weights: ModelWeights, model: ModelConfig, changing: bool
-    ) -> ModelWeights:
-        """Returns the weights with the programs' layouts; fixed if these are specialised to them.
+    def place_layouts(self, rest: object, model: ModelConfig, changing: bool) -> Any:
+        """Returns what is not trained with the programs' layouts; fixed if these are specialised to
+        them.
 
         Args:
-          weights: with canonical layouts in numpy; of the other arrays shapes suffice.
+          rest: with canonical layouts in numpy; of the other arrays shapes suffice.
           changing: whether layouts may change without recompiling.
         """
-        return weights if changing else weights.with_fixed_layouts()
+        return rest if changing else fixed_layouts(rest)
 
     def arrays(
         self, state: Any, model: ModelConfig, changing: bool, batch: Batch
@@ -120,7 +120,8 @@ class Executor:
           changing: as in `place_layouts`.
           batch: shapes of a whole batch.
         """
-        frozen, layouts = split_layouts(self.place_layouts(state.weights, model, changing).rest)
+        rest = without_left_out(state.rest)
+        frozen, layouts = split_layouts(self.place_layouts(rest, model, changing))
         return {
             "parameters": state.params,
             **({"frozen parameters": frozen} if frozen else {}),
@@ -149,36 +150,38 @@ class Executor:
 class TracedExecutor(Executor):
     """Runs all sections in one program.
 
-    Its functions are traced inside of the program; their weights are as placed.
+    Its functions are traced inside of the program.  They take what is trained and what is not, as
+    placed: the `params` and the `rest` of a `TrainState`.
     """
 
-    def loss(self, model: ModelConfig, weights: ModelWeights, batch: Batch) -> jax.Array:
-        """Returns the float32 [] sum of weighted losses in nats; arguments as in `whole.loss`."""
-        return whole.loss(model, weights, batch)
+    def loss(self, model: ModelConfig, params: dict, rest: object, batch: Batch) -> jax.Array:
+        """Returns the float32 [] sum of weighted losses in nats; see `whole.loss`."""
+        return whole.loss(model, merged(params, rest), batch)
 
     def loss_and_gradients(
-        self, model: ModelConfig, weights: ModelWeights, batch: Batch, how: Accumulation
+        self, model: ModelConfig, params: dict, rest: object, batch: Batch, how: Accumulation
     ) -> tuple[Metrics, dict]:
         """Returns `whole.loss_and_gradients` of the whole batch, accumulated in float32."""
-        return whole.loss_and_gradients(model, weights, batch, how)
+        return whole.loss_and_gradients(model, params, rest, batch, how)
 
     def block_gradient_norms(
-        self, model: ModelConfig, weights: ModelWeights, batch: Batch
+        self, model: ModelConfig, params: dict, rest: object, batch: Batch
     ) -> dict[str, jax.Array]:
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
         from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 
-        return block_gradient_norms(model, weights, batch)
+        return block_gradient_norms(model, merged(params, rest), batch)
 
     def growth_norms(
-        self, model: ModelConfig, weights: ModelWeights, batch: Batch
+        self, model: ModelConfig, params: dict, rest: object, batch: Batch
     ) -> dict[str, jax.Array]:
         """Returns the norms of the dense gradient by which stored blocks and masks grow."""
         from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
 
-        norms = self.block_gradient_norms(model, weights, batch) if weights.has_layouts else {}
+        stores_blocks = bool(layouts_by_place(rest))
+        norms = self.block_gradient_norms(model, params, rest, batch) if stores_blocks else {}
         features = self.residual_order(model)
-        masks = mask_gradient_norms(self.loss_and_gradients, model, weights, batch, features)
+        masks = mask_gradient_norms(self.loss_and_gradients, model, params, rest, batch, features)
         return norms | masks
 
     def residual_order(self, model: ModelConfig) -> np.ndarray | None:

@@ -30,7 +30,6 @@ from sparse_dataflow.core.executors.state_roles import Role, parameter_shapes, r
 from sparse_dataflow.core.layouts.layout import FixedTables
 from sparse_dataflow.core.model import partition, stacks
 from sparse_dataflow.core.model.shard import Shard
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim.optimizers import gradient_arrays
 from sparse_dataflow.core.weights.kind import BIAS
 from sparse_dataflow.files.errors import UserError
@@ -94,62 +93,62 @@ class Sharded(TracedExecutor):
                     "monarch and a size that divides, or is a multiple of, the number of groups."
                 )
 
-    def loss(self, model, weights, batch):
-        rank, specs, _ = self._rank(model, weights)
+    def loss(self, model, params, rest, batch):
+        rank, specs, _ = self._rank(model, params, rest)
 
-        def local(weights, batch):
-            share = whole.loss(model, local_weights(weights), batch, rank)
+        def local(params, rest, batch):
+            share = whole.loss(model, local_weights(params, rest), batch, rank)
             return lax.psum(share, self.mesh.axis_names)
 
-        return self._mapped(local, (specs, P(BATCH_AXES)), P())(weights, batch)
+        return self._mapped(local, (*specs, P(BATCH_AXES)), P())(params, rest, batch)
 
-    def token_scores(self, model, weights, batch, places, targets):
+    def token_scores(self, model, params, rest, batch, places, targets):
         """Returns `whole.token_scores` as [batch shards, S] each.
 
         `places` and `targets` are int32 [batch shards, S]: row i is of the i-th shard of the batch.
         """
-        rank, specs, _ = self._rank(model, weights)
+        rank, specs, _ = self._rank(model, params, rest)
 
-        def local(weights, batch, places, targets):
+        def local(params, rest, batch, places, targets):
             ours = batch, places[0], targets[0]
-            scores = whole.token_scores(model, local_weights(weights), *ours, rank)
+            scores = whole.token_scores(model, local_weights(params, rest), *ours, rank)
             return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
-        mapped = self._mapped(local, (specs, rows, rows, rows), (rows, rows))
-        return mapped(weights, batch, places, targets)
+        mapped = self._mapped(local, (*specs, rows, rows, rows), (rows, rows))
+        return mapped(params, rest, batch, places, targets)
 
-    def loss_and_gradients(self, model, weights, batch, how):
-        rank, specs, gradient_specs = self._rank(model, weights)
+    def loss_and_gradients(self, model, params, rest, batch, how):
+        rank, specs, gradient_specs = self._rank(model, params, rest)
 
-        def local(weights, batch):
+        def local(params, rest, batch):
             metrics, gradients = whole.loss_and_gradients(
-                model, local_weights(weights), batch, how, rank
+                model, params, local_layouts(rest), batch, how, rank
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return step_metrics.over_devices(metrics, self.mesh.axis_names), gradients
 
-        in_specs = specs, batch_specs(batch)
-        return self._mapped(local, in_specs, (P(), gradient_specs))(weights, batch)
+        in_specs = *specs, batch_specs(batch)
+        return self._mapped(local, in_specs, (P(), gradient_specs))(params, rest, batch)
 
     def over_rows(self, function):
         rows = P(BATCH_AXES)
         return self._mapped(function, (P(), rows), rows)
 
-    def block_gradient_norms(self, model, weights, batch):
-        rank, specs, _ = self._rank(model, weights)
+    def block_gradient_norms(self, model, params, rest, batch):
+        rank, specs, _ = self._rank(model, params, rest)
         # A norm of the whole rows is not the sum of norms of their parts.
         rank = dataclasses.replace(rank, sub_batches=1)
         axes = self._measured_axes(batch)
 
-        def local(weights, batch):
-            norms = block_gradient_norms(model, local_weights(weights), batch, rank, axes)
+        def local(params, rest, batch):
+            norms = block_gradient_norms(model, local_weights(params, rest), batch, rank, axes)
             return self._summed_strips(norms)
 
-        out_specs = norm_specs(split_groups(stacks.layouts_by_name(weights.merged))[0])
-        measure = self._mapped(local, (specs, P(axes or None)), out_specs)
-        return self._one_copy(measure(weights, batch), model)
+        out_specs = norm_specs(split_groups(stacks.layouts_by_name(rest))[0])
+        measure = self._mapped(local, (*specs, P(axes or None)), out_specs)
+        return self._one_copy(measure(params, rest, batch), model)
 
     def _summed_strips(self, norms):
         """Returns norms of blocks from those of the strips of each that "feature" cuts."""
@@ -179,9 +178,8 @@ class Sharded(TracedExecutor):
     def _kv_copies(self, model):
         return int(key_value_copies(model, self.tensor_shards))
 
-    def _rank(self, model, weights):
-        """Returns (rank, specs of the weights, of the gradients)."""
-        params, rest = weights.params, weights.rest
+    def _rank(self, model, params, rest):
+        """Returns (rank, (specs of params, of the rest), specs of the gradients)."""
         fsdp = self.zero >= sharding.ZERO["params"]
         specs, rest_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, rest))
         fsdp = self.zero >= sharding.ZERO["gradients"]
@@ -213,7 +211,7 @@ class Sharded(TracedExecutor):
             self.sub_batches,
             Context("context", self.mesh.shape["context"]) if longer("context") else None,
         )
-        return rank, ModelWeights(specs, rest_specs), gradient_specs
+        return rank, (specs, rest_specs), gradient_specs
 
     def _mapped(self, local, in_specs, out_specs):
         return jax.shard_map(
@@ -319,12 +317,12 @@ class Sharded(TracedExecutor):
     def residual_order(self, model):
         return residual.order(model, self.mesh)
 
-    def place_layouts(self, weights, model, changing):
+    def place_layouts(self, rest, model, changing):
         target = NamedSharding(self.mesh, TABLES)
-        cut = self._cut_layouts(weights.rest, model, changing)
+        cut = self._cut_layouts(rest, model, changing)
         cut = jax.tree.map(lambda table: put_global(table, target), cut)
-        others, _ = stacks.split_layouts(weights.rest)
-        return dataclasses.replace(weights, rest=partition.merged(others, cut))
+        others, _ = stacks.split_layouts(rest)
+        return partition.merged(others, cut)
 
     def _cut_layouts(self, rest, model, changing):
         """Returns the layouts of `place_layouts` as leaves, in numpy."""
@@ -390,10 +388,15 @@ def norm_specs(projections):
     return {name: column if name in COLUMN_PARALLEL else row for name in projections}
 
 
-def local_weights(weights):
-    """Returns a device's weights: layouts [layers, lines, fan], without the axis of shards."""
+def local_weights(params, rest):
+    """Returns all parameters of a device, trained and not, in one tree."""
+    return partition.merged(params, local_layouts(rest))
+
+
+def local_layouts(rest):
+    """Returns a device's layouts as [layers, lines, fan], without the axis of shards."""
     drop = lambda table: table if table.ndim == 3 else table[:, 0]  # noqa: E731
-    return weights.map_layouts(lambda layout: jax.tree.map(drop, layout))
+    return stacks.map_layouts(lambda layout: jax.tree.map(drop, layout), rest)
 
 
 def put_global(leaf, target):

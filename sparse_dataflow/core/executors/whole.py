@@ -18,9 +18,9 @@ from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
@@ -142,7 +142,7 @@ _rounded.defvjp(
 
 def apply_blocks(
     config: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     x_BxTxD: jax.Array,
     rank: Rank = SINGLE_RANK,
     batch: Batch = NO_BATCH,
@@ -161,9 +161,9 @@ def apply_blocks(
       (residual stream [B, T, D], metrics of the blocks stacked over the layers).
     """
     metrics = []
-    unrolled = unrolls(config, weights, rank)
+    unrolled = unrolls(config, params, rank)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
-    blocks = stacks.with_groups(weights.merged["blocks"])
+    blocks = stacks.with_groups(params["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
     xs, batches = sub_batches(rank, x_BxTxD, batch.for_blocks())
@@ -310,7 +310,7 @@ UNROLL_CHIP_LAYERS = 48
 """Maximum number of layers that a program of one GPU or TPU unrolls."""
 
 
-def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK) -> bool:
+def unrolls(config: ModelConfig, params: object, rank: Rank = SINGLE_RANK) -> bool:
     """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU or
     TPU where no layer recomputes.
 
@@ -321,7 +321,7 @@ def unrolls(config: ModelConfig, weights: ModelWeights, rank: Rank = SINGLE_RANK
     if not dispatch.on(platforms.HOST):
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
         return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_CHIP_LAYERS
-    deepest = UNROLL_CHANGING_LAYERS if weights.has_changing_layouts else UNROLL_LAYERS
+    deepest = UNROLL_CHANGING_LAYERS if stacks.has_changing_layouts(params) else UNROLL_LAYERS
     return config.num_layers <= deepest
 
 
@@ -353,19 +353,20 @@ class Accumulation:
     dtype: str = "float32"
 
 
-def loss(config: ModelConfig, weights: ModelWeights, batch: Batch, rank: Rank = SINGLE_RANK):
+def loss(config: ModelConfig, params: dict, batch: Batch, rank: Rank = SINGLE_RANK):
     """Returns the rank's share of the sum of weighted next-token losses: float32 [], in nats.
 
     Args:
+      params: all parameters, trained and not, with their layouts.
       batch: with weights of the targets.
       rank: device whose rows and weights these are.
     """
-    return measured_loss(config, weights, batch, rank)[0]
+    return measured_loss(config, params, batch, rank)[0]
 
 
 def measured_loss(
     config: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     batch: Batch,
     rank: Rank = SINGLE_RANK,
     padded: bool = False,
@@ -374,10 +375,9 @@ def measured_loss(
 
     Where rows are `padded`, ends of text before an end of text have no experts.
     """
-    params = weights.merged
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
     batch = local_batch(config, batch, rank, padded)
-    x, table, metrics = _residual(config, embed, weights, batch, rank)
+    x, table, metrics = _residual(config, embed, params, batch, rank)
     with jax.named_scope("head"):
         total, head_metrics = gpt.head_loss(config, head, table, x, batch, rank.shard)
     return total, {**head_metrics, **metrics}
@@ -407,13 +407,13 @@ def local_batch(
     return dataclasses.replace(batch.with_rows(local), positions=rank.context.positions(length))
 
 
-def _residual(config, embed, weights, batch, rank):
+def _residual(config, embed, params, batch, rank):
     """Returns the residual stream [B, T, D] after all blocks, the token embedding, and the blocks'
     metrics."""
     with jax.named_scope("embed"):
         x, table = gpt.embed_and_table(config, embed, batch.tokens, batch, rank.shard)
     with jax.named_scope("blocks"):
-        x, metrics = apply_blocks(config, weights, x, rank, batch)
+        x, metrics = apply_blocks(config, params, x, rank, batch)
     return x, table, metrics
 
 
@@ -459,17 +459,16 @@ def _real(config, batch):
     return ~((batch.tokens == end) & (batch.targets == end))
 
 
-def hidden_states(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
+def hidden_states(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
     """Returns the normalised hidden states [B, T, D] of int32 [B, T] tokens."""
-    params = weights.merged
     batch = local_batch(config, Batch(tokens))
-    x, _, _ = _residual(config, params["embed"], weights, batch, SINGLE_RANK)
+    x, _, _ = _residual(config, params["embed"], params, batch, SINGLE_RANK)
     return gpt.head(config, params["head"], x)
 
 
 def token_scores(
     config: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
     batch: Batch,
     places: jax.Array,
     targets: jax.Array,
@@ -486,25 +485,25 @@ def token_scores(
     Returns:
       (float32 [S] losses in nats, bool [S]).
     """
-    params = weights.merged
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
     local = local_batch(config, batch, rank)
-    x, _, _ = _residual(config, embed, weights, local, rank)
+    x, _, _ = _residual(config, embed, params, local, rank)
     if rank.context is not None:
         x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
     return gpt.head_scores(config, head, embed["tokens"], x, places, targets, rank.shard)
 
 
-def logits(config: ModelConfig, weights: ModelWeights, tokens: jax.Array) -> jax.Array:
+def logits(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
-    params, batch = weights.merged, local_batch(config, Batch(tokens))
-    x, _, _ = _residual(config, params["embed"], weights, batch, SINGLE_RANK)
+    batch = local_batch(config, Batch(tokens))
+    x, _, _ = _residual(config, params["embed"], params, batch, SINGLE_RANK)
     return gpt.logits(config, params, x)
 
 
 def loss_and_gradients(
     config: ModelConfig,
-    weights: ModelWeights,
+    params: dict,
+    rest: object,
     batch: Batch,
     how: Accumulation = Accumulation(),
     rank: Rank = SINGLE_RANK,
@@ -517,14 +516,17 @@ def loss_and_gradients(
 
     For a model with experts, the gradient is that of the loss plus `experts.auxiliary_loss`, which
     is divided by the tokens of the batch that are no padding.
+
+    Args:
+      params: what is trained.
+      rest: what is not, see `model.partition`; () for nothing.
     """
     # Batches whose targets have weights are rows of text, padded at their end.
     padded, batch = batch.token_weights is not None, batch.weighted(rank.batch_shards)
 
     def micro_batch(params, rows):
         def share(gradients):
-            traced = jax.tree.map(Traced, params, gradients)
-            traced = dataclasses.replace(weights, params=traced)
+            traced = merged(jax.tree.map(Traced, params, gradients), rest)
             value, metrics = measured_loss(config, traced, batch.with_rows(rows), rank, padded)
             if config.experts:
                 from sparse_dataflow.core.model.experts import auxiliary_loss
@@ -534,13 +536,12 @@ def loss_and_gradients(
 
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
-        unrolled = not dispatch.on(platforms.HOST) and unrolls(config, weights, rank)
+        unrolled = not dispatch.on(platforms.HOST) and unrolls(config, rest, rank)
         if unrolled and gradients.get("blocks"):
             # Else each pass of the optimizer reads the layers' gradients apart.
             gradients = {**gradients, "blocks": lax.optimization_barrier(gradients["blocks"])}
         return metrics, rank.collect(gradients)
 
-    params = weights.params
     routed = routed_tokens(config, batch, rank, padded) if config.experts else 0
     if how.micro_batches == 1:
         return micro_batch(params, batch.rows)

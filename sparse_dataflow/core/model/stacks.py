@@ -1,6 +1,5 @@
 """The weights of a model as one value, stacked over the layers of each group."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -210,56 +209,19 @@ def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ModelWeights:
-    """All weights of a model, which executors compute with.
-
-    Attributes:
-      params: parameters that are trained; see `gpt`.
-      rest: what is not trained, see `model.partition`: layouts, masks, the base of adapters; () for
-        nothing.
-    """
-
-    params: Any
-    rest: Any = ()
-
-    @property
-    def merged(self) -> dict:
-        """All parameters, trained and not, in one tree."""
-        return partition.merged(self.params, self.rest)
-
-    @property
-    def has_layouts(self) -> bool:
-        """Whether there are block-sparse weights."""
-        return bool(layouts_by_place(self.merged))
-
-    @property
-    def has_changing_layouts(self) -> bool:
-        """Whether a program that takes the weights does not know their layouts."""
-        leaves = jax.tree.leaves(split_layouts(self.merged)[1])
-        return any(not isinstance(table, np.ndarray) for table in leaves)
-
-    def with_fixed_layouts(self) -> "ModelWeights":
-        """Returns the weights with concrete layouts that cannot change."""
-        return self.map_layouts(lambda layout: FixedTables(jax.device_get(layout)))
-
-    def with_groups(self) -> "ModelWeights":
-        """Returns the weights with the groups of layouts that have them; see `stacks`."""
-        return self.map_layouts(LayoutTables.with_groups)
-
-    def map_layouts(self, function: Callable[[LayoutTables], Any]) -> "ModelWeights":
-        """Returns the weights with `function` of each layout."""
-        return ModelWeights(*(map_layouts(function, tree) for tree in (self.params, self.rest)))
-
-    def linears(self, config: ModelConfig) -> dict:
-        """Returns the `layer_weights` of the weights of one layer."""
-        return layer_weights(config, self.merged)
+def fixed_layouts(tree: object) -> Any:
+    """Returns a tree with concrete layouts that cannot change."""
+    return map_layouts(lambda layout: FixedTables(jax.device_get(layout)), tree)
 
 
-def weights_of(params: object, rest: object = ()) -> ModelWeights:
-    """Returns the weights of a model, whose layouts are fixed where their tables are in numpy."""
-    weights = ModelWeights(params, rest)
-    leaves = jax.tree.leaves(split_layouts(weights.merged)[1])
-    is_fixed = all(isinstance(table, np.ndarray) for table in leaves)
-    return weights.with_fixed_layouts() if is_fixed else weights
+def has_changing_layouts(tree: object) -> bool:
+    """Returns whether a program that takes the tree does not know its layouts."""
+    leaves = jax.tree.leaves(split_layouts(tree)[1])
+    return any(not isinstance(table, np.ndarray) for table in leaves)
+
+
+def weights_of(params: object, rest: object = ()) -> Any:
+    """Returns all parameters of a model, trained and not, in one tree, whose layouts are fixed
+    where their tables are in numpy."""
+    tree = partition.merged(params, rest)
+    return tree if has_changing_layouts(tree) else fixed_layouts(tree)

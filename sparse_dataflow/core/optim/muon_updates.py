@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.model.stacks import ModelWeights, layout_of_leaf, layouts_by_place
+from sparse_dataflow.core.model.stacks import layout_of_leaf, layouts_by_place
 from sparse_dataflow.core.optim import muon
 
 
@@ -42,13 +42,13 @@ def matrix_updates(
     return jax.lax.map(update, (momentum, gradient))
 
 
-def matrices_like(model: ModelConfig, params: object, weights: ModelWeights | None) -> Any:
+def matrices_like(model: ModelConfig, params: object, rest: object = ()) -> Any:
     """Returns the matrices of each array of a tree like the params; see `muon.matrices_of`.
 
     Args:
-      weights: for their layouts; None without any.
+      rest: has the layouts.
     """
-    layouts = {} if weights is None else layouts_by_place(weights.merged)
+    layouts = layouts_by_place(rest)
 
     def matrices(path, leaf):
         return muon.matrices_of(leaf.shape, layout_of_leaf(model, path, layouts))

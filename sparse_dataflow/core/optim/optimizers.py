@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.model.partition import merged, without_left_out
-from sparse_dataflow.core.model.stacks import ModelWeights, split_layouts
+from sparse_dataflow.core.model.stacks import split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER
 
@@ -60,8 +60,8 @@ def make_optimizer(
     """Returns clipping, the optimizer, decoupled weight decay and per-parameter multipliers.
 
     `update` takes the learning rate of the step as keyword `learning_rate`, so a schedule never
-    recompiles; its updates are added to the params.  It takes the `ModelWeights` as keyword
-    `weights`: Muon's matrices are the groups of layouts that have them and cannot change.
+    recompiles; its updates are added to the params.  It takes what is not trained as
+    keyword `rest`: Muon's matrices are the groups of layouts that have them and cannot change.
 
     Args:
       mesh: devices over which the updated arrays are sharded, with an axis "stage" for layers;
@@ -74,9 +74,9 @@ def make_optimizer(
         steps = jnp.asarray(training.new_rows_steps, jnp.int32)
         return NewRowsState(steps) if new_rows else optax.EmptyState()
 
-    def scale(updates, state, params=None, *, learning_rate, weights=None, **_):
+    def scale(updates, state, params=None, *, learning_rate, rest=(), **_):
         if training.is_built_in:
-            multipliers = learning_rate_multipliers(model, training, updates, weights)
+            multipliers = learning_rate_multipliers(model, training, updates, rest)
             updates = jax.tree.map(lambda u, m: -learning_rate * (u * m), updates, multipliers)
         if not new_rows:
             return updates, state
@@ -201,18 +201,18 @@ def _moments(model, training, mesh):
         state = adam.init(others(params))
         return rounded(state._replace(mu=jax.tree.map(jnp.zeros_like, params)))
 
-    def update(gradients, state, params=None, *, weights=None, **_):
+    def update(gradients, state, params=None, *, rest=(), **_):
         widen = lambda tree, like: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, like)  # noqa: E731
-        mu, rest = widen(state.mu, gradients), others(gradients)
-        small = state._replace(mu=others(mu), nu=widen(state.nu, rest))
-        updates, small = adam.update(rest, small, params)
+        mu, small_gradients = widen(state.mu, gradients), others(gradients)
+        small = state._replace(mu=others(mu), nu=widen(state.nu, small_gradients))
+        updates, small = adam.update(small_gradients, small, params)
         mu = with_matrices(lambda *x: muon.with_gradient(*x), small.mu, mu, gradients)
 
         def move(momentum, gradient, matrices):
             return muon_updates.matrix_updates(momentum, gradient, small.count, mesh, matrices)
 
         if has_muon:
-            matrices = muon_updates.matrices_like(model, gradients, weights)
+            matrices = muon_updates.matrices_like(model, gradients, rest)
             updates = with_matrices(move, updates, mu, gradients, matrices)
             scales = matrix_leaves.update_scales(model, params)
             updates = matrix_leaves.scaled(updates, scales)
@@ -274,7 +274,7 @@ def learning_rate_multipliers(
     model: ModelConfig,
     training: "TrainingConfig",
     params: dict,
-    weights: ModelWeights | None = None,
+    rest: object = (),
 ) -> dict:
     """Returns the learning-rate multiplier of each parameter.
 
@@ -300,7 +300,7 @@ def learning_rate_multipliers(
     Args:
       training: optimizer settings.
       params: the parameters, or shapes or updates like them.
-      weights: for their layouts, see `make_optimizer`; None without any.
+      rest: has the layouts, see `make_optimizer`.
     """
 
     def multiplier(path, leaf):
@@ -331,7 +331,7 @@ def learning_rate_multipliers(
     if training.optimizer == "muon":
         from sparse_dataflow.core.optim.muon_updates import matrices_like
 
-        params = matrices_like(model, params, weights)
+        params = matrices_like(model, params, rest)
     return jax.tree_util.tree_map_with_path(multiplier, params)
 
 
@@ -355,9 +355,9 @@ class TrainState(NamedTuple):
     rest: Any = ()
 
     @property
-    def weights(self) -> ModelWeights:
-        """All weights that take part, as executors take them."""
-        return ModelWeights(self.params, without_left_out(self.rest))
+    def merged(self) -> dict:
+        """All parameters that take part, trained and not, in one tree."""
+        return merged(self.params, without_left_out(self.rest))
 
     def without_layouts(self) -> "TrainState":
         """Returns the state without layouts, which stay on the host."""

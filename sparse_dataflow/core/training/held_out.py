@@ -8,21 +8,22 @@ import jax.numpy as jnp
 
 from sparse_dataflow.core import sums
 from sparse_dataflow.core.batch import Batch
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.programs import Compiled, EvalBatches, HeldOut, TrainingData
 
 Nats = list[tuple[float, float]]
 """Of each batch, the sum of its weighted losses in nats, and the sum of the weights."""
 
 
-def nats(programs: Compiled, weights: ModelWeights, batches: Iterable[Batch]) -> Nats:
+def nats(programs: Compiled, state: TrainState, batches: Iterable[Batch]) -> Nats:
     """Returns the losses of `batches`, over all processes.
 
     The executor has put the batches, whose targets have weights.
     """
+    rest = programs.rest(state)
     return [
         (
-            float(programs.eval_step(weights, batch)),
+            float(programs.eval_step(state.params, rest, batch)),
             float(jnp.sum(batch.token_weights)),
         )
         for batch in batches

@@ -447,11 +447,11 @@ class Trainer:
         """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
         with self.clock.during("evaluation"):
             params = evaluated(self.model, self.training, self.state.moments, self.state.params)
-            weights = self.programs.weights(self.state._replace(params=params))
+            state = self.state._replace(params=params)
             values = held_out.losses(
                 self._data,
                 windows,
-                lambda batches: held_out.nats(self.programs, weights, map(self._put, batches)),
+                lambda batches: held_out.nats(self.programs, state, map(self._put, batches)),
             )
             return self.write(kind, values)
 

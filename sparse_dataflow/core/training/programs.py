@@ -23,7 +23,7 @@ from sparse_dataflow.core.executors.executor import (
 )
 from sparse_dataflow.core.layouts.evolution import METHODS, PhaseSpec
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
+from sparse_dataflow.core.model.partition import without_left_out
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import StepReport
 from sparse_dataflow.core.training.step import (
@@ -153,11 +153,11 @@ class Compiled:
       train_step: (state without its rest, the rest, batch, learning rate) -> (state without its
         rest, StepReport); donates the state. With training.skip_spikes it also takes the highest
         accepted loss.
-      eval_step: (`ModelWeights`, batch with weights) -> sum of weighted losses, in nats.
+      eval_step: (params, the rest, batch with weights) -> sum of weighted losses, in nats.
       seconds: compile time.
-      place_layouts: `ModelWeights` with canonical layouts in numpy -> those with layouts as the
+      place_layouts: what is not trained, with canonical layouts in numpy -> with layouts as the
         programs take them; fixed if the programs are specialised to them.
-      gradient_norms: (`ModelWeights`, iterator over training batches) -> norms of the dense
+      gradient_norms: (params, the rest, iterator over training batches) -> norms of the dense
         gradient's blocks; None if the evolution does not read them.
       update_seconds: measured seconds of one layout update.
       start_state: (variant's name, training, identity of its checkpoints, step of the newest
@@ -172,7 +172,7 @@ class Compiled:
     train_step: Callable
     eval_step: Callable
     seconds: float
-    place_layouts: Callable = ModelWeights.with_fixed_layouts
+    place_layouts: Callable = stacks.fixed_layouts
     gradient_norms: Callable | None = None
     update_seconds: float = 0.0
     start_state: Callable | None = None
@@ -180,9 +180,9 @@ class Compiled:
     close: Callable = lambda: None
     teach: Callable[[Batch], Batch] = _unchanged
 
-    def weights(self, state: TrainState) -> ModelWeights:
-        """Returns the weights of a state with canonical layouts, as the programs take them."""
-        return self.place_layouts(state.weights)
+    def rest(self, state: TrainState) -> Any:
+        """Returns what is not trained, as the programs take it."""
+        return self.place_layouts(without_left_out(state.rest))
 
 
 def compile_programs(
@@ -258,7 +258,7 @@ def _compile(phase, training, data, executor):
     shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
     # With concrete layouts: a program of a static one is specialised to it.
     rest = stacks.with_layouts(model, shapes.rest)
-    weights = place(shapes._replace(rest=rest).weights)
+    rest = place(without_left_out(rest))
     replicated = executor.replicated()
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
@@ -267,8 +267,8 @@ def _compile(phase, training, data, executor):
     return Compiled(
         # What is not trained is an argument of its own: the state is donated, and masks and layouts
         # are used again.
-        train_step.lower(shapes._replace(rest=()), weights.rest, *arguments).compile(),
-        eval_step.lower(weights, held_out).compile(),
+        train_step.lower(shapes._replace(rest=()), rest, *arguments).compile(),
+        eval_step.lower(shapes.params, rest, held_out).compile(),
         time.perf_counter() - start,
         _with_newest(place),
         teach=teach,
@@ -281,13 +281,13 @@ def _with_newest(place):
     previous: list = []
     placed: Any = None
 
-    def newest(weights):
+    def newest(rest):
         nonlocal previous, placed
-        leaves = jax.tree.leaves(weights.rest)
+        leaves = jax.tree.leaves(rest)
         same = len(leaves) == len(previous) and all(map(operator.is_, leaves, previous))
         if placed is None or not same:
-            previous, placed = leaves, place(weights).rest
-        return dataclasses.replace(weights, rest=placed)
+            previous, placed = leaves, place(rest)
+        return placed
 
     return newest
 
@@ -303,8 +303,8 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         division = portions(training, evolution.sequences)
         programs = dataclasses.replace(
             programs,
-            gradient_norms=lambda weights, batches: mean_norms(
-                functools.partial(measure, weights), batches, division
+            gradient_norms=lambda params, rest, batches: mean_norms(
+                functools.partial(measure, params, rest), batches, division
             ),
         )
     state = initial_state(model, training, executor)
@@ -351,7 +351,7 @@ def run_step(
       batch: as put by the executor.
       limit: highest accepted loss; None if the programs were compiled without a limit.
     """
-    rest = programs.weights(state).rest
+    rest = programs.rest(state)
     arguments = _step_arguments(programs.teach(batch), learning_rate, limit)
     after, report = programs.train_step(state._replace(rest=()), rest, *arguments)
     return after._replace(rest=state.rest), report
@@ -387,7 +387,7 @@ def evolve_layouts(
     norms = None
     if method.reads_gradients:
         assert programs.gradient_norms is not None
-        norms = programs.gradient_norms(programs.weights(state), batches)
+        norms = programs.gradient_norms(state.params, programs.rest(state), batches)
     # Layouts are chosen on the canonical order of blocks, so that all meshes choose alike.
     state = executor.canonical(state, model)
     state = update_layouts(

@@ -20,7 +20,7 @@ from sparse_dataflow.core.executors.executor import (
 )
 from sparse_dataflow.core.executors.whole import Accumulation
 from sparse_dataflow.core.model import gpt, stacks
-from sparse_dataflow.core.model.partition import legal, trained_and_rest
+from sparse_dataflow.core.model.partition import legal, trained_and_rest, without_left_out
 from sparse_dataflow.core.optim.optimizers import (
     TrainState,
     at_step,
@@ -107,9 +107,9 @@ def make_train_step(
     ):
         if training.teacher and batch.teacher is None:
             raise TypeError("a step with `training.teacher` takes a batch with `teacher`")
-        model_weights = state.weights
+        rest = without_left_out(state.rest)
         with jax.named_scope("loss_and_gradients"):
-            metrics, gradients = executor.loss_and_gradients(model, model_weights, batch, how)
+            metrics, gradients = executor.loss_and_gradients(model, state.params, rest, batch, how)
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
@@ -117,7 +117,7 @@ def make_train_step(
                 state.moments,
                 state.params,
                 learning_rate=learning_rate,
-                weights=model_weights.with_groups(),
+                rest=stacks.with_groups(rest),
             )
             params = optax.apply_updates(state.params, updates)
             # An optimizer knows no masks: it may move a weight where the mask has none.
@@ -165,7 +165,7 @@ def jitted_train_step(
 
 
 def make_eval_step(model: ModelConfig, executor: TracedExecutor = SINGLE_DEVICE) -> Callable:
-    """Returns (`ModelWeights`, batch with weights) -> sum of weighted losses: float32 [], in nats.
+    """Returns (params, the rest, batch with weights) -> sum of weighted losses, float32 [] nats.
 
     Args:
       executor: computes the loss.

@@ -194,7 +194,7 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
     def step(params, tables):
         tables = tables if traced_tables else static_tables
         return whole.loss_and_gradients(
-            model, weights_of(params, tables), Batch.from_windows(tokens)
+            model, params, weights_of({}, tables), Batch.from_windows(tokens)
         )
 
     metrics, actual_gradients = step(arbitrary(model), static_tables)
@@ -228,7 +228,7 @@ def traced_flops(model):
     tables = jax.tree.map(jnp.asarray, tables_of(model))
     batch = Batch.from_windows(jnp.zeros((2, 9), jnp.int32))
     step = functools.partial(whole.loss_and_gradients, model)
-    program = jax.make_jaxpr(step)(weights_of(params, tables), batch)
+    program = jax.make_jaxpr(step)(params, tables, batch)
     return traced.count(program, {}).flops
 
 

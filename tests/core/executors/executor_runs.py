@@ -302,7 +302,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         reports.append(jax.device_get(report))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)
-    loss = programs.eval_step(programs.weights(state), rows)
+    loss = programs.eval_step(state.params, programs.rest(state), rows)
     return {
         "losses": [float(report.loss) for report in reports],
         "norms": [report.gradient_norms for report in reports],
@@ -354,17 +354,17 @@ def scores(name, texts):
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1), np.int32)
     start = initial_state(model, training)
-    weights = start.weights.with_fixed_layouts()
+    weights = stacks.weights_of(start.params, start.rest)
     for text in texts:
         sharded, _ = executor(text, model)
-        placed = sharded.place(start, model).weights
-        placed = sharded.place_layouts(placed, model, changing=False)
+        placed = sharded.place(start, model)
+        rest = sharded.place_layouts(placed.rest, model, changing=False)
         shards = meshes.batch_shards(sharded.mesh)
         rows = sharded.put(Batch(tokens[:, :-1]), BATCH)
         shard_targets = tokens[:, 1:].reshape(shards, -1)[:, places]
         shard_places = np.tile(places.astype(np.int32), (shards, 1))
         score = jax.jit(functools.partial(sharded.token_scores, model))
-        mine = score(placed, rows, shard_places, shard_targets)[0]
+        mine = score(placed.params, rest, rows, shard_places, shard_targets)[0]
         alone = jax.jit(functools.partial(whole.token_scores, model))
         shard_rows = zip(np.split(tokens[:, :-1], shards), shard_places, shard_targets)
         right = [alone(weights, Batch(shard), *selected)[0] for shard, *selected in shard_rows]
@@ -380,12 +380,13 @@ def norms(name, texts):
     start = initial_state(model, training)
 
     def measured(runs):
-        weights = runs.place_layouts(runs.place(start, model).weights, model, changing=True)
+        placed = runs.place(start, model)
+        trees = placed.params, runs.place_layouts(placed.rest, model, changing=True)
         rows = runs.put(Batch.from_windows(tokens), BATCH)
         if isinstance(runs, RelayExecutor):
-            fetch = functools.partial(Relay(model, training).to_first_device, weights)
+            fetch = functools.partial(Relay(model, training).to_first_device, *trees)
             return probe.block_gradient_norms(model, fetch, rows)
-        return jax.device_get(jax.jit(functools.partial(runs.growth_norms, model))(weights, rows))
+        return jax.device_get(jax.jit(functools.partial(runs.growth_norms, model))(*trees, rows))
 
     right = measured(SINGLE_DEVICE)
     return {text: error(measured(executor(text, model)[0]), right) for text in texts}

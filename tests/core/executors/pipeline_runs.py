@@ -14,7 +14,6 @@ from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.pipeline import action_tables
 
@@ -23,7 +22,7 @@ def gradient_of(runs, model, micro_batches):
     """Returns (params, tokens) -> loss and gradient of a dense model."""
     how = whole.Accumulation(micro_batches)
     return lambda params, tokens: runs.loss_and_gradients(
-        model, ModelWeights(params, {}), Batch.from_windows(tokens), how
+        model, params, (), Batch.from_windows(tokens), how
     )
 
 

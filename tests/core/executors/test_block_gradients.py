@@ -6,14 +6,13 @@ import functools
 import jax
 import numpy as np
 import pytest
-from small_models import arbitrary_weights, as_dense
+from small_models import arbitrary_params, arbitrary_weights, as_dense
 
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.runs.run_config import SIZES
 
 PROJECTIONS = SIZES["nano"].projections
@@ -47,9 +46,9 @@ def test_norms_equal_those_of_the_dense_gradient(model, remat):
     norms = jax.jit(functools.partial(block_gradient_norms, probed))(
         weights, Batch.from_windows(TOKENS)
     )
-    dense, dense_params = as_dense(model, weights.params)
+    dense, dense_params = as_dense(model, arbitrary_params(model))
     metrics, gradients = jax.jit(
-        lambda p: whole.loss_and_gradients(dense, weights_of(p, {}), Batch.from_windows(TOKENS))
+        lambda p: whole.loss_and_gradients(dense, p, (), Batch.from_windows(TOKENS))
     )(dense_params)
     assert metrics["loss"].number() > 0 and set(norms) == set(model.sparse_projections)
     for name, actual in norms.items():
@@ -68,7 +67,7 @@ def test_no_array_is_larger_than_the_dense_gradient_of_a_projection(array_sizes)
         functools.partial(block_gradient_norms, MODEL), weights, Batch.from_windows(TOKENS[:1])
     )
     largest = max(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
-    stored = max(np.size(leaf) for leaf in jax.tree.leaves(weights.params))
+    stored = max(np.size(leaf) for leaf in jax.tree.leaves(arbitrary_params(MODEL)))
     assert stored < largest == max(sizes)
     layer = sum(np.prod(MODEL.projection_shape(name)) for name in PROJECTIONS)
     dense = [size for size in sizes if size > stored]

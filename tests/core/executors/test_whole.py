@@ -31,7 +31,8 @@ def run(config=MODEL, micro_batches=1, traced_tables=False):
         tables = tables if traced_tables else static
         metrics, gradients = whole.loss_and_gradients(
             config,
-            weights_of(params, tables),
+            params,
+            weights_of({}, tables),
             Batch.from_windows(tokens),
             whole.Accumulation(micro_batches),
         )
@@ -72,7 +73,7 @@ def test_sub_batches_change_nothing():
     tokens[[1, 2, 3], [3, 5, 7]] = config.vocab_size - 1
     whole_batch, halves = (
         jax.jit(functools.partial(whole.loss_and_gradients, config, rank=rank))(
-            weights_of(params), Batch.from_windows(tokens)
+            params, (), Batch.from_windows(tokens)
         )
         for rank in (whole.SINGLE_RANK, whole.Rank(sub_batches=2))
     )
@@ -118,7 +119,7 @@ def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkey
     config = dataclasses.replace(DENSE, num_layers=5, remat=remat)
     step = jax.jit(
         lambda p, t: whole.loss_and_gradients(
-            config, weights_of(p, tables_of(config)), Batch.from_windows(t)
+            config, p, weights_of({}, tables_of(config)), Batch.from_windows(t)
         )
     )
     traced = step.trace(arbitrary_params(config), tokens_of(config))
@@ -174,7 +175,7 @@ def test_a_program_for_changing_layouts_does_not_grow_with_depth(array_sizes):
 
         def step(params, tables, tokens):
             batch = Batch.from_windows(tokens)
-            return whole.loss_and_gradients(config, weights_of(params, tables), batch)
+            return whole.loss_and_gradients(config, params, tables, batch)
 
         return len(
             array_sizes(step, arbitrary_params(config), tables_of(config), tokens_of(config))
@@ -217,7 +218,11 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
     shared, apart = (
         jax.jit(
             lambda p, model=model: whole.loss_and_gradients(
-                model, weights_of(p, tables), Batch.from_windows(tokens), whole.Accumulation(1)
+                model,
+                p,
+                weights_of({}, tables),
+                Batch.from_windows(tokens),
+                whole.Accumulation(1),
             )
         )(p)
         for model, p in ((config, params), (unshared, copies))
@@ -337,8 +342,8 @@ def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
         tables = tables_of(model)
 
         def step(params, tables):
-            weights = weights_of(params, tables)
-            return whole.loss_and_gradients(model, weights, Batch.from_windows(tokens))[1]
+            rest = weights_of({}, tables)
+            return whole.loss_and_gradients(model, params, rest, Batch.from_windows(tokens))[1]
 
         if not traced_tables:
             jaxpr = jax.make_jaxpr(lambda p: step(p, tables))(arbitrary_params(model))

@@ -16,7 +16,8 @@ from small_models import (
     LOW_RANK,
     NEWER,
     SPARSE,
-    arbitrary_weights,
+    arbitrary_params,
+    tables_of,
     tokens_of,
 )
 
@@ -48,12 +49,12 @@ MODELS = {
 )
 def test_no_gradient_sums_tokens_in_bfloat16(name):
     config = dataclasses.replace(DENSE, compute_dtype="bfloat16", **MODELS[name])
-    weights, tokens = arbitrary_weights(config), tokens_of(config)
 
-    def gradient(weights, tokens):
-        return whole.loss_and_gradients(config, weights, Batch.from_windows(tokens))
+    def gradient(params, tables, tokens):
+        return whole.loss_and_gradients(config, params, tables, Batch.from_windows(tokens))
 
-    program = jax.make_jaxpr(gradient)(weights, tokens)
+    arguments = arbitrary_params(config), tables_of(config), tokens_of(config)
+    program = jax.make_jaxpr(gradient)(*arguments)
     assert not sorted(set(_narrow_sums(program.jaxpr)))
 
 

@@ -21,7 +21,6 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout, stack_tables
 from sparse_dataflow.core.model import stacks as layer_stacks
-from sparse_dataflow.core.model.stacks import ModelWeights
 from sparse_dataflow.core.optim import matrix_leaves, muon
 from sparse_dataflow.core.optim.optimizers import (
     adam_state,
@@ -173,14 +172,13 @@ def test_layouts_that_change_move_by_blocks():
     state = optimizer.init(params)
 
     def updates(tables):
-        weights = None if tables is None else ModelWeights(params, tables)
         move = jax.jit(functools.partial(optimizer.update, learning_rate=-1.0))(
-            params, state, params, weights=weights
+            params, state, params, rest=tables
         )
         return move[0]["blocks"]["mlp_in"]
 
     by_group, by_block = updates(layer_stacks.with_groups(tables)), updates(tables)
-    np.testing.assert_array_equal(by_block["values"], updates(None)["values"])
+    np.testing.assert_array_equal(by_block["values"], updates(())["values"])
     assert not np.allclose(by_group["values"], by_block["values"], atol=1e-3)
 
 
@@ -219,8 +217,7 @@ def test_supar_keeps_the_change_of_an_output_over_width_density_and_block():
         model = model.with_linears(spec)
         params = shapes_of(model)
         tables = layer_stacks.with_groups(tables_of(model))
-        weights = ModelWeights(params, tables)
-        module = learning_rate_multipliers(model, TRAINING, params, weights)["blocks"]["qkv"]
+        module = learning_rate_multipliers(model, TRAINING, params, tables)["blocks"]["qkv"]
         grouped = pattern == "monarch" or density == 1
         side = round(density * width) if grouped else block
         rate = module["values" if block else "kernel"]

@@ -20,7 +20,6 @@ from sparse_dataflow.core.executors import mesh
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.runs.run_config import preset
@@ -48,8 +47,7 @@ def main(optimizer, name, folder):
     def run(executor, save=False):
         shapes = executor.placed_shapes(abstract_state(model, training, executor), model)
         program = jitted_train_step(model, training, executor, shapes)
-        weights = executor.place_layouts(weights_of({}, tables), model, changing=False)
-        rest, losses = weights.rest, []
+        rest, losses = executor.place_layouts(tables, model, changing=False), []
 
         def steps(state, numbers):
             for number in numbers:

@@ -52,7 +52,7 @@ def start(base, training=TRAINING):
     """Returns (config with adapters, initial state, layout tables)."""
     model = adapted_model.with_adapters(base, training.adapter_rank, training.frozen_dtype)
     state = initial_state(model, training)
-    return model, state._replace(rest=state.weights.with_fixed_layouts().rest), tables_of(model)
+    return model, state._replace(rest=stacks.fixed_layouts(state.rest)), tables_of(model)
 
 
 def same_bits(a, b):
@@ -77,7 +77,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(base):
 @pytest.mark.parametrize("base", some(BASES, "sparse"))
 def test_before_the_first_step_the_model_is_its_base(base):
     model, state, tables = start(base)
-    weights = state.weights.merged
+    weights = state.merged
     groups = weights["blocks"] if isinstance(weights["blocks"], tuple) else (weights["blocks"],)
     terms = ("a_kernel", "b_kernel", "gate")
     bare = [
@@ -132,7 +132,8 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
         gradient = jax.jit(
             lambda model, params, frozen: whole.loss_and_gradients(
                 model,
-                weights_of(params, merged(frozen, tables) if frozen else {}),
+                params,
+                weights_of(frozen, tables) if frozen else (),
                 BATCH,
                 whole.Accumulation(dtype="float64"),
             )[1],
@@ -156,7 +157,8 @@ def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
     run = jax.jit(
         lambda params, micro_batches: whole.loss_and_gradients(
             DENSE,
-            weights_of(params),
+            params,
+            (),
             Batch.from_windows(TOKENS, weights),
             whole.Accumulation(micro_batches),
         ),

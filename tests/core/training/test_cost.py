@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import stacks as layer_stacks
-from sparse_dataflow.core.model.stacks import ModelWeights, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim import matrix_leaves, muon
 from sparse_dataflow.core.optim.muon_updates import matrices_like
 from sparse_dataflow.core.training import cost
@@ -44,7 +44,7 @@ def test_flops_of_newton_schulz_are_those_of_the_program(pattern):
         (leaf, each)
         for (path, leaf), each in zip(
             jax.tree_util.tree_leaves_with_path(params),
-            jax.tree.leaves(matrices_like(model, params, ModelWeights(params, tables))),
+            jax.tree.leaves(matrices_like(model, params, tables)),
             strict=True,
         )
         if matrix_leaves.has_muon(model, path)

@@ -73,7 +73,7 @@ def test_evaluation_drops_no_choice():
         lambda p: whole.loss(dropless, weights_of(p, tables), Batch.from_windows(tokens, weights))
     )(params)
     batch = Batch.from_windows(tokens, weights)
-    loss = jax.jit(make_eval_step(MODEL))(weights_of(params, tables), batch)
+    loss = jax.jit(make_eval_step(MODEL))(params, tables, batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_auxiliary_losses_are_means_over_the_tokens_of_all_micro_batches():
     @functools.partial(jax.jit, static_argnames="micro_batches")
     def run(params, batch, micro_batches):
         how = whole.Accumulation(micro_batches)
-        return whole.loss_and_gradients(model, weights_of(params), batch, how)
+        return whole.loss_and_gradients(model, params, (), batch, how)
 
     for answers in ((7, 7, 1, 1), (8, 0, 3, 0), (1, 1, 1, 1)):
         tokens = rng.integers(0, 49, (4, 9)).astype(np.int32)

@@ -56,12 +56,10 @@ def test_logits_are_those_of_the_scaled_weights(name):
     params = jax.tree.map(lambda p: p + 0.1, state.params)
     state = state._replace(params=params)
     assert {k.dtype for k in kernels(state.rest).values()} == {jnp.dtype("int8")}
-    wide, dense = adapters.dequantised(model, state.weights.merged)
+    wide, dense = adapters.dequantised(model, state.merged)
     assert {k.dtype for k in kernels(dense).values()} == {jnp.dtype("float32")}
-    logits = lambda model, params: whole.logits(  # noqa: E731
-        model, dataclasses.replace(state.weights, params=params, rest=()), TOKENS
-    )
-    ours, expected = logits(model, state.weights.merged), logits(wide, dense)
+    logits = lambda model, params: whole.logits(model, params, TOKENS)  # noqa: E731
+    ours, expected = logits(model, state.merged), logits(wide, dense)
     tolerance = 0.05 if name == "bfloat16" else 1e-5
     np.testing.assert_allclose(ours, expected, atol=tolerance * np.abs(expected).max())
 
@@ -82,7 +80,7 @@ def test_training_changes_every_factor_and_no_bit_of_the_base(name):
 
 def test_gradients_are_those_of_the_scaled_weights():
     model, state, _ = start(DENSE, INT8)
-    wide, dense = adapters.dequantised(model, state.weights.merged)
+    wide, dense = adapters.dequantised(model, state.merged)
     plain = dataclasses.replace(INT8, frozen_dtype="compute")
     frozen = {**dense, "blocks": {
         name: {leaf: a for leaf, a in module.items() if leaf not in ("a_kernel", "b_kernel")}

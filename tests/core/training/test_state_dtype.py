@@ -22,7 +22,6 @@ from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import adam_state, make_optimizer, map_moments
 from sparse_dataflow.core.training.saved_state import SavedState, identity
 from sparse_dataflow.core.training.step import abstract_state, initial_state, make_train_step
@@ -142,7 +141,7 @@ def test_a_gradient_is_the_float32_gradient_rounded_once(layers, remat):
 
     def loss(p, dtype):
         return whole.loss_and_gradients(
-            model, weights_of(p, {}), Batch.from_windows(TOKENS[0]), whole.Accumulation(dtype=dtype)
+            model, p, (), Batch.from_windows(TOKENS[0]), whole.Accumulation(dtype=dtype)
         )
 
     (narrow, mine), (wide, right) = (
@@ -164,7 +163,7 @@ def test_no_float32_gradient_of_all_layers_is_allocated(remat):
     def allocated(dtype):
         def run(p, t):
             return whole.loss_and_gradients(
-                model, weights_of(p, {}), Batch.from_windows(t), whole.Accumulation(dtype=dtype)
+                model, p, (), Batch.from_windows(t), whole.Accumulation(dtype=dtype)
             )
 
         analysis = jax.jit(run).lower(shapes(model), tokens).compile().memory_analysis()

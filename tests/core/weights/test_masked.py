@@ -146,11 +146,10 @@ def test_a_masked_model_is_the_dense_model_with_zeros():
             mask = state.rest["blocks"][name]["mask"]
             module = kernels["blocks"][name]
             kernels["blocks"][name] = {**module, "kernel": module["kernel"] * mask}
-        weights = weights_of(kernels, {})
-        metrics, _ = whole.loss_and_gradients(MODEL, weights, BATCH)
+        metrics, _ = whole.loss_and_gradients(MODEL, kernels, (), BATCH)
         return metrics["loss"].total
 
-    metrics, gradients = whole_loss_and_gradients(model, state.weights, BATCH)
+    metrics, gradients = whole_loss_and_gradients(model, state.params, state.rest, BATCH)
     expected, slopes = jax.jit(jax.value_and_grad(dense_loss))(state.params)
     np.testing.assert_allclose(metrics["loss"].number(), expected, rtol=1e-6)
     jax.tree.map(
@@ -163,8 +162,9 @@ def test_rigl_reads_the_gradient_of_the_dense_weight():
     state = initial_state(model, TRAINING)
     params = merged(state.params, state.rest)
     dense, kernels = dense_form(model, params)
-    _, slopes = whole_loss_and_gradients(dense, weights_of(kernels, {}), BATCH)
-    norms = mask_gradient_norms(SINGLE_DEVICE.loss_and_gradients, model, state.weights, BATCH)
+    _, slopes = whole_loss_and_gradients(dense, kernels, (), BATCH)
+    loss = SINGLE_DEVICE.loss_and_gradients
+    norms = mask_gradient_norms(loss, model, state.params, state.rest, BATCH)
     for name in model.projections:
         expected = np.abs(slopes["blocks"][name]["kernel"])
         np.testing.assert_allclose(norms[name], expected, rtol=1e-4, atol=1e-7)
@@ -181,7 +181,7 @@ def test_an_update_moves_weights_and_their_moments(method, name):
     norms = None
     if METHODS[method].reads_gradients:
         loss = SINGLE_DEVICE.loss_and_gradients
-        norms = jax.device_get(mask_gradient_norms(loss, model, state.weights, BATCH))
+        norms = jax.device_get(mask_gradient_norms(loss, model, state.params, state.rest, BATCH))
     before = jax.device_get(state)
     after = update_layouts(
         state, model, METHODS[method].update, lambda _: 0.5, norms, 1, METHODS[method].mask_gain
@@ -235,13 +235,13 @@ def test_a_model_turns_sparse_and_dense(method, name):
     specs = phase_specs(MODEL.with_linears(spec), EvolutionConfig(method))
     state = initial_state(specs[0].model, TRAINING)
     for old, new in itertools.pairwise(s.model for s in specs):
-        expected = whole_logits(old, state.weights, TOKENS[:, :-1])
+        expected = whole_logits(old, state.merged, TOKENS[:, :-1])
         before = jax.device_get(state.params)
         state = change_model(state, old, new)
         _, report = jax.jit(make_train_step(new, TRAINING))(state, BATCH, 1e-3)
         assert np.isfinite(report.loss)
         if method == "sparse_to_dense":
-            actual = whole_logits(new, state.weights, TOKENS[:, :-1])
+            actual = whole_logits(new, state.merged, TOKENS[:, :-1])
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
             assert state.rest == ()
             continue
