@@ -57,5 +57,5 @@ def test_every_shape_is_trained_on_and_saved_again(block, tmp_path):
     np.testing.assert_allclose(sd.logits(export, tokens[0]), sd.logits(tuned, tokens[0]), atol=1e-4)
     assert len(sd.generate(again, [[]], max_new_tokens=3)) == 1
     # Another shape than that of the mask has no meaning for it.
-    with pytest.raises(sd.UserError, match=r"sparsity.block.* in the initial weights and 8 in"):
+    with pytest.raises(sd.UserError, match=r"sparsity.block.* in the initial weights and 8x8 in"):
         trained("other", training__steps=2, sparsity__block=8)
