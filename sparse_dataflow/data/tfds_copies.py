@@ -162,7 +162,7 @@ def refuse_unknown(name: str, cache_dir: Path, legal: str) -> None:
 
 
 def _unknown(name, tfds, legal) -> UserError:
-    names = ["python_stdlib", "sotu", *tfds.list_builders(with_community_datasets=False)]
+    names = ["python_stdlib", *tfds.list_builders(with_community_datasets=False)]
     matches = difflib.get_close_matches(re.split("[/:]", name)[0], names, n=1)
     hint = f" Did you mean '{matches[0]}'?" if matches else ""
     return UserError(f"There is no corpus '{name}'.{hint} Legal: {legal}.")

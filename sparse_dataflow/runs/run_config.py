@@ -44,7 +44,7 @@ class DataConfig(Readable):
 
     corpus: str = setting(
         "python_stdlib",
-        "python_stdlib, sotu, a folder, file or address of text, a saved Hugging Face dataset, "
+        "python_stdlib, a folder, file or address of text, a saved Hugging Face dataset, "
         "hf:OWNER/NAME, a tfds name such as c4/en, or a mixture such as books:0.7,code:0.3.",
         path=True,
         address=True,
@@ -81,8 +81,7 @@ class DataConfig(Readable):
         validate(self, "data")
         if not self.corpus:
             raise UserError(
-                "data.corpus is empty; legal: python_stdlib, sotu, a folder or file, a name or "
-                "a mixture."
+                "data.corpus is empty; legal: python_stdlib, a folder or file, a name or a mixture."
             )
         if not self.tokenizer:
             raise UserError(

@@ -165,7 +165,7 @@ def test_resume_accepts_the_same_settings_again(saved_run):
 
 
 def test_resume_names_every_setting_that_contradicts(saved_run):
-    wrong = ["--density=0.5", "--set=sparsity.projections=all", "--seed=0", "--corpus=sotu"]
+    wrong = ["--density=0.5", "--set=sparsity.projections=all", "--seed=0", "--corpus=lm1b"]
     with pytest.raises(UserError) as refused:
         parse(f"--resume={saved_run}", *wrong, "--scale=pico")
     text = str(refused.value)
@@ -173,7 +173,7 @@ def test_resume_names_every_setting_that_contradicts(saved_run):
     assert "--density=0.5 (saved: 0.25)" in text
     every = "qkv,q,k,v,attn_out,mlp_gate,mlp_in,mlp_out"
     assert f"--set sparsity.projections={every} (saved: qkv)" in text
-    assert "--corpus=sotu (saved: python_stdlib)" in text
+    assert "--corpus=lm1b (saved: python_stdlib)" in text
     assert "--seed" not in text and "--steps" not in text
 
 

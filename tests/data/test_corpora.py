@@ -204,8 +204,8 @@ def test_records_are_stored_in_order_on_disk_too(tmp_path, cache, monkeypatch):
 
 
 def test_an_unknown_name_suggests_the_closest_legal_name(cache):
-    with pytest.raises(UserError, match=r"Did you mean 'sotu'.*python_stdlib"):
-        load_corpus("sottu", cache)
+    with pytest.raises(UserError, match=r"Did you mean 'python_stdlib'.*a folder"):
+        load_corpus("python_stlib", cache)
 
 
 def test_an_unwritable_cache_raises_user_error(stories, tmp_path):

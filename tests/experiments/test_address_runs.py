@@ -187,7 +187,7 @@ def test_a_local_run_is_mirrored_at_an_address_and_goes_on_from_there(
     assert_same_results(second.work_folder(), undisturbed)
 
 
-PLAN = (*PICO, "--steps=2", "--corpus=sotu")
+PLAN = (*PICO, "--steps=2")
 
 
 def test_addresses_that_cannot_be_written_are_refused_before_any_work(

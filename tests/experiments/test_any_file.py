@@ -64,7 +64,7 @@ RECORD = RunRecord(
     "2026-01-01T00:00:00+00:00",
     {"jax": "0.12.0"},
     "a machine",
-    "sotu",
+    "python_stdlib",
     "0" * 64,
     "1" * 64,
     512,

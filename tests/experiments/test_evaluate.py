@@ -116,8 +116,9 @@ def test_an_export_is_evaluated_alone_and_beside_its_run(evaluated, copy, job, t
     assert first["paired"]["sparse of sparse"]["difference"] == pytest.approx(0, abs=1e-4)
     none = f"--against={copy}:narrow"
     assert f"{copy} has no narrow model" in evaluation_refusal(evaluated, f"--run={copy}", none)
-    other = (f"--run={copy}", "--corpus=sotu")
-    assert "--corpus=sotu contradicts the run" in evaluation_refusal(evaluated, *other)
+    (tmp_path / "other.txt").write_text("Another corpus.")
+    other = (f"--run={copy}", f"--corpus={tmp_path / 'other.txt'}")
+    assert "other.txt contradicts the run" in evaluation_refusal(evaluated, *other)
 
 
 def test_thresholds_need_one_device(evaluated, copy, monkeypatch):

@@ -41,7 +41,7 @@ def store():
         ("./gs:/b", "./gs:/b"),
         ("hf:owner/name", "hf:owner/name"),
         ("c4/en:3.0.1", "c4/en:3.0.1"),
-        ("s3://b/x:0.5,sotu:0.5", "s3://b/x:0.5,sotu:0.5"),
+        ("s3://b/x:0.5,lm1b:0.5", "s3://b/x:0.5,lm1b:0.5"),
     ],
 )
 def test_an_address_or_a_path_is_taken_in_one_spelling(text, value):

@@ -13,12 +13,12 @@ from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
 
 LEGAL_CORPORA = (
-    f"'python_stdlib', 'sotu', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
+    f"'python_stdlib', a folder or file of {LEGAL_FILES}, a saved Hugging Face dataset, "
     "the address of one such as 'gs://BUCKET/PATH', 'hf:OWNER/NAME' such as 'hf:allenai/c4/en', a "
     "tfds name with a text feature or the folder of a prepared copy, or a mixture "
     "'NAME:WEIGHT,NAME:WEIGHT'"
 )
-BUILT_IN = ("python_stdlib", "sotu")
+BUILT_IN = ("python_stdlib",)
 
 
 def is_path(name: str) -> bool:

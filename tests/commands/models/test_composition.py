@@ -115,7 +115,7 @@ def test_a_router_without_text_and_runs_that_are_not_legal_are_refused(folders, 
     with pytest.raises(UserError, match=r"needs the training text of .* --router_corpora"):
         generate.main(generate.Options(prompt="a", runs=flags["runs"]))
     with pytest.raises(UserError, match="has 1 names for 2 runs"):
-        generate.main(generate.Options(prompt="a", **flags | {"router_corpora": "sotu"}))
+        generate.main(generate.Options(prompt="a", **flags | {"router_corpora": "python_stdlib"}))
     path = folders["digits"][0]
     with pytest.raises(UserError, match="twice"):
         composition.run_names(f"{path},{path}/")
