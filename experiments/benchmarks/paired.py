@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from sparse_dataflow.monitoring.warm_up import warm_up
+from .warm_up import warm_up
 
 K = TypeVar("K")
 

@@ -12,7 +12,6 @@ from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.hardware import detect as hardware
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
-from sparse_dataflow.monitoring.sections import section_seconds
 from sparse_dataflow.planner.efficiency import PRIOR
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import optimizer_bytes, step_time
@@ -20,6 +19,7 @@ from sparse_dataflow.runs.run_config import SIZES
 
 from . import paired
 from .benchmark import named_model
+from .section_times import section_seconds
 from .steps import compiled_step, random_tokens
 
 LONGEST = 512

@@ -26,7 +26,6 @@ from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.monitoring import goodput
 from sparse_dataflow.monitoring.metrics import read_metrics
-from sparse_dataflow.monitoring.sections import section_seconds
 from sparse_dataflow.relay import timeline
 from sparse_dataflow.reporting.page import headline
 from sparse_dataflow.reporting.report import PAGE, write_report
@@ -40,10 +39,6 @@ from sparse_dataflow.reporting.report_data import (
 
 CONTINUATIONS = 10
 KERNELS_SHOWN = 15
-
-TIMED_FROM = 10.0
-"""Least seconds of training for which the sections of a step are timed.  Timing takes about as long
-on a laptop, so it would dominate a shorter run."""
 
 
 def write(
@@ -65,11 +60,9 @@ def write(
     Raises:
       UserError: the files cannot be written; the run itself is intact.
     """
-    timed = max(trainer.seconds for trainer in trainers) >= TIMED_FROM
     continuations, token_seconds = _continuations(trainers, corpus, tokenizer)
     variants = [
-        _variant(folder, trainer, chip, timed, token_seconds.get(trainer.name))
-        for trainer in trainers
+        _variant(folder, trainer, chip, token_seconds.get(trainer.name)) for trainer in trainers
     ]
     sparse = [p.model for t in trainers for p in t.phases if p.model.sparse_projections]
     # A model that got sparser in phases is judged by its last phase.
@@ -92,7 +85,7 @@ def write(
         code=record.code_in_words,
         host=record.host,
         seed=record.seed,
-        notes=_notes(trainers, variants, timed) + vocabularies.notes(record),
+        notes=_notes(trainers, variants) + vocabularies.notes(record),
         variants=variants,
         layouts=_layouts(trainers, model),
         flop_ceiling=ceiling,
@@ -126,7 +119,7 @@ def _spread(history):
     return f" ± {value:.4f}" if value else ""
 
 
-def _variant(folder, trainer, chip, timed, token_seconds):
+def _variant(folder, trainer, chip, token_seconds):
     training, model = trainer.training, trainer.model
     history = read_metrics(folder / trainer.name / "metrics.jsonl")
     train = [row for row in history if row["kind"] == "train"]
@@ -160,7 +153,7 @@ def _variant(folder, trainer, chip, timed, token_seconds):
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state.merged)),
         token_seconds=token_seconds,
         history=history,
-        section_seconds=_section_seconds(trainer, phase_seconds[-1], timed),
+        section_seconds=_section_seconds(spans, phase_seconds[-1]),
         memory=sizes,
         timeline=[list(span) for span in spans],
         hidden=timeline.hidden_share(spans) if spans else None,
@@ -172,19 +165,15 @@ def _final(history):
     return [row for row in history if row["kind"] == "final"][-1]
 
 
-def _section_seconds(trainer, step_seconds, timed):
-    """Returns section -> seconds; for the relay from its timeline.  Empty for a model on several
-    devices or with adapters, whose sections are not timed, and if `timed` is false."""
-    spans = trainer.timeline
-    if spans:
-        by_section = {
-            name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
-            for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
-        }
-        return {**by_section, "other": max(0.0, step_seconds - sum(by_section.values()))}
-    if trainer.executor != SINGLE_DEVICE or trainer.training.adapter_rank or not timed:
+def _section_seconds(spans, step_seconds):
+    """Returns section -> seconds of the relay's timeline; empty without one."""
+    if not spans:
         return {}
-    return section_seconds(trainer.model, trainer.training, trainer.state, step_seconds)
+    by_section = {
+        name: timeline.seconds([s for s in spans if s.section.startswith(kind)], "compute")
+        for name, kind in (("embed", "embed"), ("blocks", "block"), ("head and loss", "head"))
+    }
+    return {**by_section, "other": max(0.0, step_seconds - sum(by_section.values()))}
 
 
 def _step_seconds(trainer, train, tokens_a_step):
@@ -214,7 +203,7 @@ def _evolution_notes(trainers, variants):
         yield (
             f"{t.name}: {t.evolution.method}, {starts}; {len(changes)} changes took {seconds:.1f} "
             f"of {t.seconds:.1f} seconds. Its FLOPs and step are the mean over all steps, its "
-            "memory the largest of any phase; sections are those of the last step."
+            "memory the largest of any phase."
         )
 
 
@@ -227,7 +216,7 @@ def _teacher_notes(trainers):
     ]
 
 
-def _notes(trainers, variants, timed):
+def _notes(trainers, variants):
     return [
         f"{t.name}: {t.model.num_layers} layers of width {t.model.d_model}, sequences of "
         f"{t.training.sequence} tokens, {t.training.batch} per step, "
@@ -241,7 +230,7 @@ def _notes(trainers, variants, timed):
         *_narrow_notes(variants),
         *_teacher_notes(trainers),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
-        _about_sections(trainers[0].executor, variants, timed),
+        *_executor_notes(trainers[0].executor),
     ]
 
 
@@ -284,23 +273,9 @@ def _narrow_notes(variants):
         )
 
 
-def _about_sections(executor, variants, timed):
-    """Returns what the report's table of sections has, or why there is none."""
-    if any(v.timeline for v in variants):
-        return (
-            f"The model was trained by {executor.describe()}: sections are those of the timeline "
-            "of its last step, and it generated no continuations."
-        )
+def _executor_notes(executor):
     if executor != SINGLE_DEVICE:
-        return (
-            f"The model was sharded by {executor.describe()}: its sections were not timed, and it "
-            "generated no continuations."
-        )
-    if any(v.section_seconds for v in variants):
-        return "Sections of a step are timed separately, forward and backward, at the run's shapes."
-    if timed:
-        return "Sections of a step with frozen weights are not timed."
-    return f"Sections of a step are timed if training took {TIMED_FROM:g} seconds or more."
+        yield f"The model was trained by {executor.describe()}, and generated no continuations."
 
 
 def _layouts(trainers, model):

@@ -39,7 +39,7 @@ class VariantData:
       token_seconds: median seconds of a step of generation, which writes a token of every
         continuation at once.
       history: rows of metrics.jsonl, kinds "train" and "eval".
-      section_seconds: section -> seconds of a step, in order of execution.
+      section_seconds: section -> seconds of a step, in order of execution; of a `timeline`.
       memory: category -> bytes.
       timeline: (kind, section, start, stop in seconds) of the last step's spans, for executors that
         record them.

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from experiments.benchmarks import benchmark, paired
+from experiments.benchmarks import benchmark, paired, warm_up
 from sparse_dataflow.commands import measurement
-from sparse_dataflow.monitoring import warm_up
 
 positive = hnp.arrays(float, 7, elements=st.floats(1e-3, 1e3))
 

@@ -2,14 +2,10 @@
 
 import json
 import struct
-from types import SimpleNamespace
 
 import pytest
 from main_job import arrays, assert_same_results, checkpoint_steps, rows
 
-from sparse_dataflow.commands import run_report as report_module
-from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.data.tokenizer import Tokenizer
 from sparse_dataflow.evaluation.run_files import read_config, read_record, read_variants
@@ -119,9 +115,6 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
         weights = [name for name in saved if not name.startswith(("moments", "step", "key"))]
         assert variant.weight_bytes == sum(saved[name].nbytes for name in weights)
         assert 0 < variant.token_seconds < variant.train_seconds
-    longest = max(variant.train_seconds for variant in report.variants)
-    for variant in report.variants:
-        assert bool(variant.section_seconds) == (longest >= report_module.TIMED_FROM)
     sparse, dense = report.variants
     assert sparse.stored_parameters < dense.stored_parameters
     assert 1 < report.flop_ceiling == dense.flops_per_token / sparse.flops_per_token
@@ -130,18 +123,6 @@ def test_the_report_says_what_the_metrics_say(undisturbed):
     assert drawn == set(PROJECTIONS)
     assert len(report.continuations) == 10
     assert all(c.prompt and set(c.by_variant) == {"sparse", "dense"} for c in report.continuations)
-
-
-@pytest.mark.parametrize("timed", [True, False])
-def test_sections_are_timed_only_where_that_is_asked_for(monkeypatch, timed):
-    monkeypatch.setattr(report_module, "section_seconds", lambda *_: {"qkv": 1.0, "other": 0.5})
-    training = TrainingConfig(steps=1, batch=1, sequence=8)
-    one = SimpleNamespace(
-        timeline=[], executor=SINGLE_DEVICE, model=None, training=training, state=None
-    )
-    found = report_module._section_seconds(one, 1.5, timed)
-    assert found == ({"qkv": 1.0, "other": 0.5} if timed else {})
-    assert ("10 seconds" in report_module._about_sections(SINGLE_DEVICE, [], timed)) != timed
 
 
 def test_the_page_needs_no_network(undisturbed):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparse_dataflow.monitoring import warm_up
+from experiments.benchmarks import warm_up
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.ops.attention.attention_op import causal_attention
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
-from sparse_dataflow.monitoring.warm_up import warm_up
+
+from .warm_up import warm_up
 
 
 def section_seconds(
