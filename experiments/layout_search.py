@@ -3,11 +3,11 @@
 Prices every legal plan (tensor, pipeline and sharded data parallelism, micro-batch, schedule, ZeRO,
 rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no accelerator.
 
-    python -m experiments.layout_search --scale=175b --hardware=mi250x --chips=1024 --batch=10240
-    python -m experiments.layout_search --scale=13b --density=0.125 --hardware=h100 --chips=64
+    python -m experiments.layout_search --scale=175b --chips=mi250x:1024 --batch=10240
+    python -m experiments.layout_search --scale=13b --density=0.125 --chips=h100:64
     python -m experiments.layout_search --scale=1.3b --experts=64 --top_k=2 \\
-        --expert_capacity=1.25 --hardware=h100 --chips=64 --batch=1024
-    python -m experiments.layout_search --hardware=h100 --chips=64 --batch=1024 \\
+        --expert_capacity=1.25 --chips=h100:64 --batch=1024
+    python -m experiments.layout_search --chips=h100:64 --batch=1024 \\
         --shape=num_layers=48,d_model=6144,num_heads=48,d_ff=24576
 
 Prints the ten best with their days, memory and ties, the terms of the best one, how much each
@@ -49,12 +49,10 @@ class Options(ModelOptions):
         "Most tokens of an expert, as a multiple of the mean; 0 drops none.",
         legal=between(0, MOST_EXPERTS),
     )
-    hardware: str = setting(
-        "h100",
-        f"Chip: {', '.join(CHIPS)}, the start of one, or a TOML file that describes your own.",
-    )
-    chips: int = setting(
-        8, "Number of chips of --hardware, all of which are used.", legal=AT_LEAST_ONE
+    chips: str = setting(
+        "h100:8",
+        "Chips that are all used, KIND:NUMBER. A KIND is "
+        f"{', '.join(CHIPS)}, the start of one, or a TOML file that describes your own.",
     )
     feature: int = setting(
         1,

@@ -14,6 +14,7 @@ from unittest import mock
 
 from documented_commands import split_commands
 
+from experiments.planning import search_report
 from sparse_dataflow.commands import command_line, run_list
 from sparse_dataflow.commands.planning import compile_report, launching, search_table
 from sparse_dataflow.commands.preflight import settling
@@ -205,14 +206,7 @@ def _check_weights(config, machine):
 
 
 def _layout_search(options):
-    request = search.Request(
-        options.model,
-        options.sequence_length,
-        options.batch or options.scale_batch,
-        chips.lookup(options.hardware),
-        options.chips,
-        largest_feature=options.feature,
-    )
+    request = search_report.request_of(options)
     priced = search.price(request)
     search.check_legal(priced)
     ranked = priced.ranked(search_table.SHOWN)

@@ -274,6 +274,21 @@ def test_each_guide_page_is_linked_from_another_or_the_readme():
     assert [page.name for page in pages if page not in linked] == []
 
 
+def test_the_changelog_is_short():
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= GUIDE_LINES
+
+
+def test_every_measured_claim_names_its_command_and_a_kept_file():
+    lines = (ROOT / "docs/evidence/claims.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if "| measured" in line]
+    for row in rows:
+        assert re.search("`(sparse-dataflow|make) ", row), row
+        kept = re.findall(r"`([\w.-]+\.json|task_table_3m)`", row)
+        assert all((ROOT / "experiments/results" / name).exists() for name in kept), row
+        assert kept or "no kept file" in row or "`make test" in row, row
+    assert len(rows) > 10
+
+
 @pytest.mark.parametrize("name, words", [("cluster", 400), ("data", 800), ("own_model", 800)])
 def test_the_page_of_what_a_reader_has_is_short(name, words):
     text = (GUIDE / f"{name}.md").read_text(encoding="utf-8")

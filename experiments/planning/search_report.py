@@ -5,7 +5,8 @@ from pathlib import Path
 
 from sparse_dataflow.commands.planning import launching, plan_rows, search_table, verify
 from sparse_dataflow.files import folders, output
-from sparse_dataflow.hardware import chips
+from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.planner import bands, plan_memory, search, step_time
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.reporting import search_page
@@ -18,6 +19,25 @@ ROWS = 1000
 """Largest number of plans in trials.csv."""
 
 
+def request_of(options) -> search.Request:
+    """Returns what the flags ask for.
+
+    Raises:
+      UserError: --chips names no chips, or a price.
+    """
+    machine = machines.parse(options.chips)
+    if machine.price is not None:
+        raise UserError(f"--chips={options.chips} has a price; legal: KIND:NUMBER.")
+    return search.Request(
+        options.model,
+        options.sequence_length,
+        options.batch or options.scale_batch,
+        machine.chip,
+        machine.count,
+        largest_feature=options.feature,
+    )
+
+
 def report_search(options) -> None:
     """Prices every plan, prints the fastest, and writes tables and figures to options.out.
 
@@ -25,17 +45,10 @@ def report_search(options) -> None:
       options: of `experiments.layout_search`.
 
     Raises:
-      UserError: no plan is legal, with the closest legal one; or --out names a folder that holds
-        other files.
+      UserError: --chips is not legal; no plan is, with the closest legal one; or --out names a
+        folder that holds other files.
     """
-    request = search.Request(
-        options.model,
-        options.sequence_length,
-        options.batch or options.scale_batch,
-        chips.lookup(options.hardware),
-        options.chips,
-        largest_feature=options.feature,
-    )
+    request = request_of(options)
     with folders.claimed(Path(options.out), "layout_search") as folder:
         _search(options, request, folder)
 

@@ -104,8 +104,7 @@ def write(
         ) from error
     write_report(data, folder / PAGE)
     if len(variants) > 1:
-        sentence = headline(sorted(variants, key=lambda v: v.name))
-        say_result(sentence.replace("\N{NO-BREAK SPACE}", " "))
+        say_result(headline(sorted(variants, key=lambda v: v.name)))
     losses = (
         f"{v.name} {v.bits_per_byte:.4f}{_spread(v.history)} after {v.tokens:,} tokens"
         for v in variants

@@ -303,14 +303,16 @@ def escaped(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text for a terminal: as `escaped`, but line breaks and tabs stay.
+    """Returns text for a terminal: as `escaped`, but line breaks and tabs stay, and a space that
+    does not break becomes one that does.
 
     For text that a model or somebody else made.
     """
     if text.isprintable():
         return text
     return "".join(
-        line if line in "\n\t" else escaped(line) for line in re.split(r"([\n\t])", text)
+        line if line in "\n\t" else escaped(line)
+        for line in re.split(r"([\n\t])", text.replace("\xa0", " "))
     )
 
 

@@ -393,7 +393,8 @@ def _more_chips(request: Request) -> str:
         more = dataclasses.replace(request, chips=factor * request.chips)
         for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):
             if price(dataclasses.replace(more, batch=batch)).legal.any():
-                return f"the closest legal request is --chips={more.chips} --batch={batch}"
+                chips = f"{more.chip.name}:{more.chips}"
+                return f"the closest legal request is --chips={chips} --batch={batch}"
     return "no plan is legal on up to 64 times as many chips either"
 
 

@@ -40,7 +40,7 @@ WRITERS = {
     "coordinate_check": ("--widths=32,64", "--steps=1"),
     "planner_truth": (),
     "scaling_study": ("--most=64",),
-    "layout_search": ("--scale=1.3b", "--chips=16", "--batch=512"),
+    "layout_search": ("--scale=1.3b", "--chips=h100:16", "--batch=512"),
     "interplay": ("--hardware=h100", "--measure=no"),
     "shape_search": ("--served_flops=32640", "--tokens=2e6", "--train=1"),
     "chip_report": (),

@@ -31,7 +31,7 @@ def trained_by(command):
 
 
 def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
-    flags = ("--scale=1.3b", "--hardware=a100-80gb", "--chips=16", "--batch=512", "--explain=3")
+    flags = ("--scale=1.3b", "--chips=a100-80gb:16", "--batch=512", "--explain=3")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out
     assert "all priced" in out and "what decides: Shapley effects" in out
@@ -64,7 +64,7 @@ def test_frontiers_plans_are_the_published_rows():
 
 @pytest.mark.slow
 def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
-    flags = ("--scale=175b", "--hardware=mi250x", "--chips=1024", "--batch=10240", "--verify=0")
+    flags = ("--scale=175b", "--chips=mi250x:1024", "--batch=10240", "--verify=0")
     assert exit_status(layout_search, *flags, "--tokens=450e9", f"--out={tmp_path}") == 0
     page = (tmp_path / "search.html").read_text()
     assert page.count("<svg") == 4 and "450 billion tokens" in page
@@ -75,7 +75,7 @@ def test_the_page_of_a_search_is_one_file_with_four_figures(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
-    flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--sequence=1024")
+    flags = ("--scale=1.3b", "--chips=h100:8", "--batch=256", "--density=0.125", "--sequence=1024")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     name, config = trained_by(capsys.readouterr().out.strip().splitlines()[-1])
     assert name == "experiments.gpt13b_sparse"
@@ -86,7 +86,7 @@ def test_a_sparse_search_prints_the_sparse_command(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_sparse_search_says_how_much_faster_it_is_and_that_it_is_extrapolated(tmp_path, capsys):
-    flags = ("--scale=1.3b", "--chips=8", "--batch=256", "--density=0.125", "--verify=0")
+    flags = ("--scale=1.3b", "--chips=h100:8", "--batch=256", "--density=0.125", "--verify=0")
     assert exit_status(layout_search, *flags, f"--out={tmp_path}") == 0
     out = capsys.readouterr().out
     assert "extrapolated: no fitted run of this kind (block-sparse weights)" in out
@@ -123,11 +123,13 @@ def test_a_shape_is_priced_and_trained_as_it_was_given(density):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--hardware=gtx1080",), "matches no chip; legal: a100-40gb"),
-        (("--scale=175b", "--chips=8"), "closest legal request is --chips="),
-        (("--scale=1.3b", "--chips=40", "--batch=7"), "closest legal batch is --batch=5"),
+        (("--chips=gtx1080:8",), "matches no chip; legal: a100-40gb"),
+        (("--scale=175b", "--chips=h100:8"), "closest legal request is --chips=h100:"),
+        (("--scale=1.3b", "--chips=h100:40", "--batch=7"), "closest legal batch is --batch=5"),
         (("--density=0.5", "--block=100"), "--block=100 does not divide"),
-        (("--chips=0",), "--chips=0 is not legal"),
+        (("--chips=h100:0",), "--chips=h100:0 has 0 chips; legal: 1 to"),
+        (("--chips=h100:8@2",), "has a price"),
+        (("--chips=8",), "--chips=8 is not legal; legal: KIND:NUMBER"),
         (("--shape=layers=3",), "layers=3 is no FIELD=VALUE; did you mean num_layers?"),
         (("--shape=qqq=3",), "qqq=3 is no FIELD=VALUE; gpt13b_sparse --help=all lists them"),
         (("--shape=d_ff=64,d_ff=32",), "gives d_ff twice"),

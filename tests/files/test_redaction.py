@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import shlex
 import sys
 import urllib.parse
@@ -134,7 +135,8 @@ FORMS = {
 )
 def test_a_secret_is_hidden_in_every_form(form, value):
     value = value.strip()
-    if len(value) >= 8 and not value.startswith("-----"):
+    # Hypothesis draws constants of our own code too, such as /dev/null, and a file is no secret.
+    if len(value) >= 8 and not value.startswith("-----") and not os.path.exists(value):
         assert FORMS[form](value) not in redact(f"({FORMS[form](value)})", {"A_TOKEN": value})
 
 
@@ -168,8 +170,8 @@ def test_text_for_a_terminal_has_no_control_characters(text):
     shown = printable(text)
     assert all(c.isprintable() or c in "\n\t" for c in shown)
     assert shown.count("\n") == text.count("\n")
-    if all(c.isprintable() or c in "\n\t" for c in text):
-        assert shown == text
+    if all(c.isprintable() or c in "\n\t\xa0" for c in text):
+        assert shown == text.replace("\xa0", " ")
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "a\x9b31mb", "\x1b]0;title\x07", "\u202eabc", "a\rb"])

@@ -9,7 +9,7 @@ SMALL = {
     "prune_and_serve": 'SOURCE = ""\nSTEPS, TOKENS = 10, 1024',
     "finetune_and_export": 'SOURCE = ""\nBASE, STEPS, ADAPTER_STEPS = "", 10, 4',
     "read_a_plan": 'SOURCE = ""\nSCALE, CHIPS, MACHINES = "1.3b", "h100:1", "h100:1@2,v5e:8@1"\n'
-    'PLAN = "--scale=22b --hardware=h100 --chips=64 --batch=512"',
+    'PLAN = "--scale=22b --chips=h100:64 --batch=512"',
 }
 WORDS = {
     "sparse_layers": ("sparse: loss", "largest difference:"),
