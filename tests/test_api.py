@@ -66,6 +66,12 @@ def test_the_reference_of_a_function_has_its_arguments_and_shapes(name):
         assert SHAPE.search(doc.replace(arguments, "").partition("Examples:")[0])
 
 
+def refuses(function):
+    """Whether a function raises UserError, or has its fields checked against their legal values."""
+    words = ("raise UserError", "raise ValueError", "validate(")
+    return inspect.isfunction(function) and any(w in inspect.getsource(function) for w in words)
+
+
 @pytest.mark.parametrize("name", sd.__all__)
 def test_a_method_that_refuses_says_so(name):
     thing = getattr(sd, name)
@@ -74,8 +80,10 @@ def test_a_method_that_refuses_says_so(name):
     methods = {n: getattr(m, "__func__", m) for n, m in vars(thing).items() if n[0] != "_"}
     functions = {n: m for n, m in methods.items() if inspect.isfunction(m)}
     assert [n for n, m in functions.items() if not inspect.getdoc(m)] == []
-    raising = [n for n, m in functions.items() if "raise UserError" in inspect.getsource(m)]
+    raising = [n for n, m in functions.items() if refuses(m)]
     assert [n for n in raising if "Raises" not in inspect.getdoc(functions[n])] == []
+    made = [vars(thing).get("__init__" if not dataclasses.is_dataclass(thing) else "__post_init__")]
+    assert "Raises:" in inspect.getdoc(thing) or not any(map(refuses, filter(None, made)))
 
 
 EXAMPLE_NAMES = {

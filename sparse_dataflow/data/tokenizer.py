@@ -83,6 +83,9 @@ class Tokenizer:
       identity: special ids and files of an imported tokenizer.
       has_text: whether the tokens are text; False for the stand-ins of `id_tokenizer`.
 
+    Raises:
+      ValueError: the vocabulary is too small, or `original_ids` do not fit it.
+
     Examples:
         >>> tokenizer = sd.Tokenizer.from_texts(["to be or not to be"] * 9, vocab_size=260)
         >>> tokens = tokenizer.encode("to be")

@@ -264,6 +264,9 @@ class RunConfig(Readable):
       parallel: devices and processes.
       run: time, start and folder.
 
+    Raises:
+      UserError: parts do not go together, or the model has `linears` of its own.
+
     Examples:
         >>> config = sd.preset("3m").change(sparsity__block=32, training__steps=200)
         >>> config.training.steps, config.variants

@@ -107,6 +107,9 @@ class ModelConfig(AttentionSettings, RotarySettings):
         phase of the evolution method omit_features; no setting.
       seed: offset of the patterns, and so the seed of random ones.
 
+    Raises:
+      UserError: a value is not legal, or two do not go together; names the legal values.
+
     Examples:
         >>> shape = {"num_layers": 2, "d_model": 128, "num_heads": 2, "d_ff": 512}
         >>> config = sd.ModelConfig(**shape, vocab_size=512, max_len=64)

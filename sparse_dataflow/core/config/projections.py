@@ -77,6 +77,9 @@ class LinearSpec(Readable):
       max_fan_out: width of a layout's tables by input block, as a multiple of the mean fan-out;
         above 1 for a layout that training changes (`layouts.evolution`).
 
+    Raises:
+      UserError: a value is not legal, or the kind has no such field; names the legal values.
+
     Examples:
         >>> spec = sd.LinearSpec("block_sparse", "monarch", density=0.125, block=64)
         >>> spec.scaled(2).density

@@ -187,6 +187,9 @@ class BlockLayout:
         longest line.  A fixed width lets a layout change without recompiling.  No part of the
         content.
 
+    Raises:
+      UserError: an index or a size is outside its bounds, or the blocks do not ascend strictly.
+
     Examples:
         >>> mask = np.array([[True, False, True], [False, True, False]])
         >>> layout = sd.BlockLayout.from_mask(mask, block=8)
