@@ -74,7 +74,7 @@ def training_data(
     held_out, lines = [], []
     for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:
         split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
-        lines.append(f"  held out{' of ' * bool(name)}{name}: {split.documents:,} documents")
+        lines.append(f"  held-out documents{' of ' * bool(name)}{name}: {split.documents:,}")
         periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
         most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
         final = EvalBatches(split.tokens, *shape, most, rows, True)

@@ -24,7 +24,7 @@ def test_a_run_with_a_tokenizer_and_held_out_text_of_its_own_resumes_without_the
         f"--set=data.validation={tmp_path / 'held_out.txt'}",
     ]
     killed = job.run(*arguments, events=[(r"checkpoints/6\.saving", 1, "SIGKILL")])
-    assert "held out: 1 documents" in killed.stderr, killed.stderr
+    assert "held-out documents: 1\n" in killed.stderr, killed.stderr
     shutil.rmtree(tmp_path / "mine")
     done = job.resume(tmp_path / "run", whole=True)
     assert done.returncode == 0, done.stderr
