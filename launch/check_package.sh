@@ -1,6 +1,7 @@
 #!/bin/sh
 # check_package.sh PYTHON: builds the source distribution, the wheel from it, installs the wheel in
-# a new environment without the source tree, and trains one step there. With LOCKED=1 the versions
+# a new environment without the source tree, and trains one step there. A tag has to be "v" and the
+# version. With LOCKED=1 the versions
 # are those of constraints.txt. PYTHON is that of an environment with the extra dev.
 
 set -eu
@@ -22,6 +23,11 @@ new=$folder/env/bin
 set --
 [ -n "${LOCKED:-}" ] && set -- -c "$here/constraints.txt"
 wheel=$(echo "$folder"/dist/*.whl)
+tag=$(git -C "$here" describe --exact-match --tags 2> /dev/null || true)
+case ${wheel##*/} in
+sparse_dataflow-"${tag#v}"*) ;;
+*) echo "the tag $tag is not the version of $wheel" >&2; exit 1 ;;
+esac
 "$python" -m uv pip install -q --python "$new/python" "$@" "$wheel"
 
 cd "$folder"
@@ -30,11 +36,11 @@ while [ "$number" -lt 40 ]; do
     number=$((number + 1))
     seq "$number" 700 > "texts/$number.txt"
 done
-JAX_PLATFORMS=cpu "$new/python" -c 'if True:
-    import jax, sparse_dataflow as sd
-    from flax import nnx
-    layer = sd.BlockSparseLinear(64, 64, density=0.25, block=16, rngs=nnx.Rngs(0))
-    layer(jax.numpy.ones((2, 64)))'
+# The README's example of a layer needs no extra.
+sed -n '/^## A sparse layer/,/^## [^A]/{/^```python/,/^```$/p;}' "$here/README.md" |
+    sed '/^```/d' > example.py
+test -s example.py
+JAX_PLATFORMS=cpu "$new/python" example.py
 if "$new/sparse-dataflow" train --describe 2> train.log; then
     echo "the wheel alone trains, so layers install more than they need" >&2
     exit 1

@@ -33,8 +33,11 @@ def test_its_outputs_are_stored_without_errors(name):
     assert '"output_type": "error"' not in nbformat.writes(notebook)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SMALL)
+DAILY = "sparse_layers", "read_a_plan"
+RUNS = [pytest.param(n, marks=() if n in DAILY else pytest.mark.nightly) for n in SMALL]
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_it_runs_at_small_size(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook = executed(ROOT / "notebooks" / f"{name}.ipynb", SMALL[name], tmp_path)
