@@ -237,3 +237,10 @@ def test_a_rehearsal_that_is_killed_goes_on_to_the_last_row(tmp_path):
         assert row["losses"][-1]["bits_per_byte"] < row["losses"][0]["bits_per_byte"]
     assert result["headline"]["result"]["rows"]["sparse"]["ratio"] > 0
     assert result["decoding"]["result"]["programs"]["dense"]["kernels_per_run"] > 1
+
+
+def test_figures_of_a_row_are_printed_as_they_are_measured(collect, capsys):
+    collect({"a": lambda _: {"seconds": {"dense": 0.123456, "runs": 3}, "code": "xla", "all": [1]}})
+    printed = capsys.readouterr().out
+    assert "seconds.dense: 0.1235" in printed and "seconds.runs: 3" in printed
+    assert "code: xla" in printed and "all" not in printed
