@@ -82,8 +82,10 @@ def test_a_method_that_refuses_says_so(name):
     assert [n for n, m in functions.items() if not inspect.getdoc(m)] == []
     raising = [n for n, m in functions.items() if refuses(m)]
     assert [n for n in raising if "Raises" not in inspect.getdoc(functions[n])] == []
-    made = [vars(thing).get("__init__" if not dataclasses.is_dataclass(thing) else "__post_init__")]
-    assert "Raises:" in inspect.getdoc(thing) or not any(map(refuses, filter(None, made)))
+    inits = [
+        vars(thing).get("__init__" if not dataclasses.is_dataclass(thing) else "__post_init__")
+    ]
+    assert "Raises:" in inspect.getdoc(thing) or not any(map(refuses, filter(None, inits)))
 
 
 EXAMPLE_NAMES = {

@@ -310,10 +310,8 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        line if line in "\n\t" else escaped(line)
-        for line in re.split(r"([\n\t])", text.replace("\xa0", " "))
-    )
+    lines = re.split(r"([\n\t])", text.replace("\xa0", " "))
+    return "".join(line if line in "\n\t" else escaped(line) for line in lines)
 
 
 def first_line(error: BaseException) -> str:

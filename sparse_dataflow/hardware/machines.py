@@ -18,10 +18,7 @@ _TPU = re.compile(r"(v4|v5e|v5p|v5litepod|v6e|v7x|tpu7x)-(\d{1,6})")
 _CORES = {"v4": 2, "v5p": 2}
 """Cores of a chip where Google's name of a slice counts cores; its other names count devices of
 JAX, which are chips, and the two halves of a TPU7x."""
-_MACHINE = re.compile(
-    r"((?!\d+(?:[:@]|$))[\w./~-]+?)"  # A number alone is no kind.
-    r"(?::(\d{1,6}(?:x\d{1,6})*))?(?:@(\d{1,9}(?:\.\d{1,9})?))?"
-)
+_MACHINE = re.compile(r"([\w./~-]+?)(?::(\d{1,6}(?:x\d{1,6})*))?(?:@(\d{1,9}(?:\.\d{1,9})?))?")
 
 
 @dataclasses.dataclass(frozen=True)

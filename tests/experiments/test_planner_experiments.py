@@ -129,7 +129,7 @@ def test_a_shape_is_priced_and_trained_as_it_was_given(density):
         (("--density=0.5", "--block=100"), "--block=100 does not divide"),
         (("--chips=h100:0",), "--chips=h100:0 has 0 chips; legal: 1 to"),
         (("--chips=h100:8@2",), "has a price"),
-        (("--chips=8",), "--chips=8 is not legal; legal: KIND:NUMBER"),
+        (("--chips=8",), "--chips=8 matches no chip; legal: a100-40gb"),
         (("--shape=layers=3",), "layers=3 is no FIELD=VALUE; did you mean num_layers?"),
         (("--shape=qqq=3",), "qqq=3 is no FIELD=VALUE; gpt13b_sparse --help=all lists them"),
         (("--shape=d_ff=64,d_ff=32",), "gives d_ff twice"),
