@@ -140,7 +140,8 @@ def tied_output(model: ModelConfig, embed: Pair) -> Pair:
         tied = model.tied_embeddings and tree and "tokens" in tree
         return {"tokens": tree["tokens"]} if tied else {}
 
-    return tokens(embed[0]), tokens(embed[1])
+    params, rest = embed
+    return tokens(params), tokens(rest)
 
 
 def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
@@ -156,53 +157,48 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
         return _accumulated(block, batch, x)
 
     def head(weights, tied, x, batch):
-        def loss(params, tied_params, x, batch):
-            output = merged(tied_params, tied[1]).get("tokens", ())
-            return gpt.head_loss(model, merged(params, weights[1]), output, x, batch)
+        (params, rest), (tied_params, tied_rest) = weights, tied
 
         def micro_batch(x, batch):
-            value, pull, metrics = jax.vjp(
-                lambda params, tied_params, x: loss(params, tied_params, x, batch),
-                weights[0],
-                tied[0],
-                x,
-                has_aux=True,
-            )
+            def loss(params, tied_params, x):
+                output = merged(tied_params, tied_rest).get("tokens", ())
+                return gpt.head_loss(model, merged(params, rest), output, x, batch)
+
+            value, pull, metrics = jax.vjp(loss, params, tied_params, x, has_aux=True)
             *gradients, dx = pull(jnp.ones_like(value))
             return dx, (metrics, tuple(gradients))
 
         dx, (metrics, gradients) = _accumulated(micro_batch, batch, x)
-        return metrics, dx, _cast_like((weights[0], tied[0]), gradients)
+        return metrics, dx, _cast_like((params, tied_params), gradients)
 
     def backward(weights, x, dy, batch):
+        params, rest = weights
+
         def micro_batch(x, dy, batch):
             def block(params, x):
-                layer = layer_weights(model, merged(params, weights[1]))
+                layer = layer_weights(model, merged(params, rest))
                 x, metrics = gpt.block(model, layer, x, batch)
                 return gpt.with_auxiliary_losses(model, x, metrics, batch, UNSHARDED)
 
-            _, pull = jax.vjp(block, weights[0], x)
+            _, pull = jax.vjp(block, params, x)
             gradient, dx = pull(dy)
             return dx, gradient
 
         dx, gradient = _accumulated(micro_batch, batch, x, dy)
-        return dx, _cast_like(weights[0], gradient)
+        return dx, _cast_like(params, gradient)
 
     def embed_backward(inputs, dx, tied_gradient):
         # Embedding is linear in its params, so its gradient does not depend on them.
-        weights = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_weights)
+        zeros, rest = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), embed_weights)
 
         def micro_batch(tokens, dx, _):
-            _, pull = jax.vjp(
-                lambda params: gpt.embed(model, merged(params, weights[1]), tokens),
-                weights[0],
-            )
+            _, pull = jax.vjp(lambda p: gpt.embed(model, merged(p, rest), tokens), zeros)
             return (), pull(dx)[0]
 
         gradient = dict(_accumulated(micro_batch, NO_BATCH, inputs, dx)[1])
         for name, other in tied_gradient.items():
             gradient[name] += other.astype(gradient[name].dtype)
-        return _cast_like(weights[0], gradient)
+        return _cast_like(zeros, gradient)
 
     return Programs(embed, forward, head, backward, embed_backward)
 
