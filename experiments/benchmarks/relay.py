@@ -11,13 +11,19 @@ import numpy as np
 from sparse_dataflow.commands import measurement
 from sparse_dataflow.commands.preflight import relay_plan
 from sparse_dataflow.commands.request import Request
+from sparse_dataflow.commands.training_data import corpus_of
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
-from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import MASKED, TrainingConfig
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.step_metrics import StepReport
 from sparse_dataflow.core.training import cost
+from sparse_dataflow.data import cache
+from sparse_dataflow.data.batches import TrainBatches
+from sparse_dataflow.data.masking import Masking
+from sparse_dataflow.data.tokenizer import load_tokenizer
+from sparse_dataflow.data.tokens import split_tokens
 from sparse_dataflow.files import output
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware import detect as hardware
@@ -27,7 +33,7 @@ from sparse_dataflow.relay import timeline
 from sparse_dataflow.relay.host_state import fresh_state
 from sparse_dataflow.relay.relay import Relay, RelayConfig
 from sparse_dataflow.runs.parallel import STASHES
-from sparse_dataflow.runs.run_config import SIZES
+from sparse_dataflow.runs.run_config import SIZES, DataConfig
 from sparse_dataflow.runs.variants import variant
 
 from . import benchmark, paired, steps
@@ -82,6 +88,8 @@ def bert_large(request: Request, options) -> None:
     A model of 24 layers or more gets the shape of BERT-Large.
     """
     model, training, chip = _model_of(request)
+    model = dataclasses.replace(model, bidirectional=True)
+    training = dataclasses.replace(training, objective=MASKED)
     if model.num_layers >= BERT_LARGE["num_layers"]:
         model = dataclasses.replace(
             model, **BERT_LARGE, max_len=BERT_SEQUENCE, vocab_size=BERT_VOCABULARY
@@ -275,7 +283,7 @@ def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
     run = Relay(model, training, config, changing=False)
     compiled = time.perf_counter() - start
     state = fresh_state(model, training)
-    batch = Batch.from_windows(steps.random_tokens(model, training))
+    batch = _batch(model, training)
     state = state._replace(rest=stacks.with_groups(state.rest))
     most = 0
     working = {
@@ -313,6 +321,18 @@ def _relay(model, training, config: RelayConfig, chip: Chip) -> Contender:
     return Contender(training, step, planned, measured)
 
 
+def _batch(model: ModelConfig, training: TrainingConfig) -> Batch:
+    """Returns a batch of random tokens; for a masked training one of text with hidden tokens."""
+    if not training.hides_tokens:
+        return Batch.from_windows(steps.random_tokens(model, training))
+    corpus = corpus_of(DataConfig())
+    learned = load_tokenizer("bpe", corpus, model.vocab_size - 1, cache.FOLDER)
+    tokenizer = dataclasses.replace(learned, vocab_size=model.vocab_size)
+    tokens = split_tokens(corpus, "train", tokenizer, cache.FOLDER).tokens
+    shape, masking = (training.batch, training.sequence), Masking.of(training, tokenizer)
+    return TrainBatches(tokens, *shape, training.seed, masking=masking)[0]
+
+
 def _relayed(model, training, config: RelayConfig, chip: Chip, count: int) -> dict:
     """One row of the relay alone; its device memory is the runtime's own peak if it reports one."""
     (row,) = _in_turns(model, chip, [_relay(model, training, config, chip)], count)
@@ -334,7 +354,7 @@ def _whole_bytes(model, training, chip: Chip) -> int:
 
 
 def _compiled_whole(model, training, plan: int) -> Contender:
-    step = steps.compiled_step(model, training, steps.random_tokens(model, training))
+    step = steps.compiled_step(model, training, _batch(model, training))
     planned = {"planned_device_bytes": plan, "compile_seconds": step.compile_seconds}
     measured = {"device_bytes": step.step_bytes}
     return Contender(training, step.run, _WHOLE | planned, lambda: measured)

@@ -21,7 +21,7 @@ from sparse_dataflow.core.model.mlp import activate
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 
 from .warm_up import warm_up
@@ -94,7 +94,12 @@ def section_seconds(
         return sum(
             kinds.count(kind)
             * _seconds(
-                functools.partial(causal_attention, window=kind.window, cap=kind.attention_cap),
+                functools.partial(
+                    self_attention,
+                    window=kind.window,
+                    cap=kind.attention_cap,
+                    bidirectional=kind.bidirectional,
+                ),
                 (q, k, v),
             )
             for kind in dict.fromkeys(kinds)

@@ -123,7 +123,7 @@ def fit_together(
 def compiled_step(
     model: ModelConfig,
     training: TrainingConfig,
-    tokens: np.ndarray,
+    tokens: np.ndarray | Batch,
     executor: TracedExecutor = SINGLE_DEVICE,
 ) -> Step:
     """A training step on its own state.
@@ -131,14 +131,15 @@ def compiled_step(
     Args:
       model: dense or block-sparse.
       training: batch, micro-batches, clipping, decay and dtype of the state.
-      tokens: int32 [batch, sequence + 1]; the whole batch in each process of the executor.
+      tokens: int32 [batch, sequence + 1], or a batch; whole in each process of the executor.
       executor: where it runs.
     """
     state = initial_state(model, training, executor)
     rest = executor.place_layouts(state.rest, model, changing=False)
     step = jitted_train_step(model, training, executor, state.without_layouts())
     state = state._replace(rest=())
-    batch = executor.put(Batch.from_windows(tokens), len(tokens))
+    batch = tokens if isinstance(tokens, Batch) else Batch.from_windows(tokens)
+    batch = executor.put(batch, len(batch.tokens))
     start = time.perf_counter()
     compiled = step.lower(state, rest, batch, np.float32(0)).compile()
     seconds = time.perf_counter() - start

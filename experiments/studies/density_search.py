@@ -223,7 +223,7 @@ class Measurement:
     def loss(self, params: object, windows: EvalBatches) -> float:
         """Returns the loss of parameters, in nats a token."""
         params = jax.device_put(params)
-        total = sum(float(self._eval(params, (), batch)) for batch in windows)
+        total = sum(self._eval(params, (), batch)["loss"].number() for batch in windows)
         return total / windows.total_tokens
 
     def all_pruned(self, space: Space, stop: Any) -> dict[tuple[str, int], dict] | None:

@@ -108,7 +108,7 @@ def init(config: RunConfig, key: jax.Array, tokenizer: Tokenizer | None = None) 
 
 
 def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
-    """Returns the scores of every next token.
+    """Returns the scores of every next token; of a masked model those of every token.
 
     Args:
       model: see `sd.init` and `sd.load`.
@@ -146,6 +146,7 @@ def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
         >>> loss.shape, bool(5 < loss < 8)
         ((), True)
     """
+    model.model.refuse_bidirectional("sd.loss", "sd.logits, of each token from all others")
     batch = Batch.from_windows(_checked(tokens, 2)).weighted()
     return whole.loss(model.model, weights_of(model.params), batch)
 
@@ -191,6 +192,9 @@ def save(
         >>> sd.load(folder).model == model.model
         True
     """
+    model.model.refuse_bidirectional(
+        f"A reader of the {form} form", "the run folder, which sd.load and run.init_from read"
+    )
     if form == "adapter":
         peft.refuse_other(model)
         if dtype != DTYPES[0]:

@@ -59,6 +59,8 @@ def prune_language_model(
     old = model.model
     if old.shared_layers:
         raise UserError("All layers share one block; legal: a model with a block for each layer.")
+    if out is not None:
+        old.refuse_bidirectional("A reader of the pruned directory", "a model in memory, or a run")
     if groups is None and where is not None:
         raise UserError('where does not go with block="narrow", which prunes all projections.')
     names = _selected(old, where)

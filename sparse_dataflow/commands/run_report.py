@@ -109,7 +109,8 @@ def write(
         f"{v.name} {v.bits_per_byte:.4f}{_spread(v.history)} after {v.tokens:,} tokens"
         for v in variants
     )
-    return f"held-out bits per byte: {', '.join(losses)}"
+    tokens = " of hidden tokens" * trainers[0].training.hides_tokens
+    return f"held-out bits per byte{tokens}: {', '.join(losses)}"
 
 
 def _spread(history):
@@ -228,6 +229,7 @@ def _notes(trainers, variants):
         *_mixture_notes(variants),
         *_narrow_notes(variants),
         *_teacher_notes(trainers),
+        *_masked_notes(variants),
         "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
         *_executor_notes(trainers[0].executor),
     ]
@@ -246,6 +248,16 @@ def _profile(folder):
     operations = goodput.traced_kernels(folder)
     longest = [[k.name, k.seconds, k.count] for k in operations[:KERNELS_SHOWN]]
     return ProfileData(longest, sum(k.seconds for k in operations))
+
+
+def _masked_notes(variants):
+    for variant in variants:
+        if (accuracy := _final(variant.history).get("accuracy")) is not None:
+            yield (
+                f"{variant.name} says {accuracy:.1%} of the hidden tokens of held-out text. Its "
+                "losses are of these tokens, from both sides: those of next tokens are another "
+                "quantity."
+            )
 
 
 def _mixture_notes(variants):
@@ -305,10 +317,10 @@ def _layouts(trainers, model):
 def _continuations(trainers, corpus, tokenizer):
     """Returns continuations of held-out prompts, and model name -> median seconds of a step.
 
-    There are none if the models are on several devices.  What else forbids them is said, as the
-    run has ended: documents or sequences are too short, for example.
+    There are none if the models are on several devices or predict hidden tokens.  What else forbids
+    them is said, as the run has ended: documents or sequences are too short, for example.
     """
-    if any(t.executor != SINGLE_DEVICE for t in trainers):
+    if any(t.executor != SINGLE_DEVICE or t.model.bidirectional for t in trainers):
         return [], {}
     sequence = trainers[0].training.sequence
     written, seconds = {}, {}

@@ -1,6 +1,8 @@
 """The batches of a run: training windows of its corpus or mixture, and held-out windows."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.messages import say
@@ -10,12 +12,13 @@ from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import HeldOut, TrainingData
 from sparse_dataflow.data import cache
 from sparse_dataflow.data.answers import AnswerBatches, AnswerEvalBatches, AnswerRows
-from sparse_dataflow.data.batches import EvalBatches, TokenMixture, TrainBatches
+from sparse_dataflow.data.batches import EvalBatches, MaskedEvalBatches, TokenMixture, TrainBatches
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.corpus.names import refuse_other_tokenizer
 from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.examples import encode
+from sparse_dataflow.data.masking import Masking
 from sparse_dataflow.data.stream_batches import NO_TOKENS, StreamBatches
 from sparse_dataflow.data.streamed import Stream
 from sparse_dataflow.data.tokenizer import KINDS, Tokenizer, load_tokenizer
@@ -46,6 +49,14 @@ def tokenizer_of(config: RunConfig, corpus: Corpus) -> Tokenizer:
     name, size = config.data.tokenizer, config.model.vocab_size
     has_ids = any(source.ids for source in (corpus, *(s for _, s, _ in corpus.mixture)))
     refuse_other_tokenizer(name, corpus.name, has_ids)
+    if not config.training.hides_tokens:
+        return _tokenizer(name, corpus, size)
+    if name == "bpe":  # The mask token is one of the vocabulary.
+        return dataclasses.replace(_tokenizer(name, corpus, size - 1), vocab_size=size)
+    return _tokenizer(name, corpus, size).with_mask()
+
+
+def _tokenizer(name, corpus, size):
     if name in KINDS:
         return load_tokenizer(name, corpus, size, cache.FOLDER)
     return named_tokenizer(name)
@@ -68,6 +79,7 @@ def training_data(
         return _answers(config, variant, corpus, tokenizer, executor)
     shape = variant.training.batch, variant.training.sequence
     rows = executor.local_rows(variant.training.batch)
+    masking = Masking.of(variant.training, tokenizer)
     sources = corpus.mixture or (("", corpus, 1.0),)
     weights = tuple(weight for _, _, weight in sources)
     # What cannot be measured is refused before the training text is tokenised.
@@ -75,9 +87,10 @@ def training_data(
     for name, source, weight in (("", corpus, 1.0),) if corpus.own_validation else sources:
         split = split_tokens(source, "validation", tokenizer, cache.FOLDER)
         lines.append(f"  held-out documents{' of ' * bool(name)}{name}: {split.documents:,}")
-        periodic = EvalBatches(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
+        kind = eval_batches(masking)
+        periodic = kind(split.tokens, *shape, EVALUATION_WINDOWS, rows, True)
         most = SAMPLE_WINDOWS if config.run.evaluate == "part" else None
-        final = EvalBatches(split.tokens, *shape, most, rows, True)
+        final = kind(split.tokens, *shape, most, rows, True)
         sizes = [windows.total_bytes(tokenizer.token_bytes) for windows in (periodic, final)]
         _refuse_without_text(name or corpus.name, sizes)
         held_out.append(HeldOut(name, weight, periodic, sizes[0], final, sizes[1]))
@@ -90,6 +103,7 @@ def training_data(
             *shape,
             config.training.seed,
             rows,
+            masking,
             tuple(train),
             weights,
             tokenizer=tokenizer,
@@ -98,7 +112,7 @@ def training_data(
         tokens = train[0]
         if corpus.mixture:
             tokens = TokenMixture(tuple(train), weights, rounded_weights)
-        batches = TrainBatches(tokens, *shape, config.training.seed, rows)
+        batches = TrainBatches(tokens, *shape, config.training.seed, rows, masking)
     first = held_out[0]
     return TrainingData(
         batches,
@@ -109,6 +123,11 @@ def training_data(
         tokenizer.content_hash,
         tuple(held_out) if len(held_out) > 1 else (),
     )
+
+
+def eval_batches(masking: Masking | None) -> Callable[..., EvalBatches]:
+    """Returns the class of held-out windows, of which `masking` hides tokens."""
+    return functools.partial(MaskedEvalBatches, masking=masking) if masking else EvalBatches
 
 
 def _refuse_without_text(name, sizes):

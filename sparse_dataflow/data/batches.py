@@ -11,7 +11,7 @@ loads its rows of the batch.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from sparse_dataflow.files.errors import UserError
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.batch import Batch
+    from sparse_dataflow.data.masking import Masking
 
 _PREFETCHED_BATCHES = 8
 
@@ -114,6 +115,7 @@ class TrainBatches:
       sequence_length: targets per row.
       seed: shuffle seed, 0 to 2**32 - 1.
       rows: ascending indices of the batch rows that this process loads; None loads all rows.
+      masking: hides tokens of the inputs, which are the targets then; None for next tokens.
 
     Raises:
       UserError: too few tokens for one window, or an illegal size or seed.
@@ -124,6 +126,7 @@ class TrainBatches:
     sequence_length: int
     seed: int = 0
     rows: tuple[int, ...] | None = None
+    masking: "Masking | None" = None
 
     def __post_init__(self):
         _check_sizes(self.batch_size, self.sequence_length)
@@ -165,8 +168,16 @@ class TrainBatches:
     def __getitem__(self, step: int) -> "Batch":
         if step < 0:
             raise IndexError(step)
-        first, rows = step * self.batch_size, local_rows(self)
-        return _from_windows(np.stack([self.window(first + row) for row in rows]))
+        first = step * self.batch_size
+        return self.batch([self.window(first + row) for row in local_rows(self)], step)
+
+    def batch(self, windows: Sequence[np.ndarray] | np.ndarray, step: int) -> "Batch":
+        """Returns the batch of this process's windows in a step."""
+        stacked = np.stack(list(windows))
+        if self.masking is None:
+            return _from_windows(stacked)
+        numbers = [step * self.batch_size + row for row in local_rows(self)]
+        return self.masking.training_batch(stacked[:, :-1], numbers, self.batch_size)
 
     def window(self, number: int) -> np.ndarray:
         """Returns a shuffled window, int32 [sequence_length + 1]; step s begins with s * rows."""
@@ -290,6 +301,39 @@ class EvalBatches:
 
     def __iter__(self) -> Iterator["Batch"]:
         return (self[index] for index in range(len(self)))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MaskedEvalBatches(EvalBatches):
+    """Windows in order whose hidden tokens count, the same ones in every evaluation of any run.
+
+    Ends of text follow a last, shorter window.  See `EvalBatches`.
+    """
+
+    masking: "Masking"
+
+    def __getitem__(self, index: int) -> "Batch":
+        batch = super().__getitem__(index)
+        real = batch.token_weights > 0
+        places = [self.place(index * self.batch_size + row) for row in local_rows(self)]
+        after = np.arange(real.shape[1]) > real.sum(axis=1, keepdims=True)
+        inputs = np.where(after, np.int32(self.masking.end_id), batch.tokens)
+        return self.masking.hidden(inputs, real, places)
+
+    @functools.cached_property
+    def targets(self) -> np.ndarray:
+        """The hidden tokens of all processes, int32, in order."""
+        batches = replace(self, rows=None)
+        return np.concatenate([batch.targets[batch.token_weights > 0] for batch in batches])
+
+    @property
+    def total_tokens(self) -> int:
+        """Number of hidden tokens over all batches and processes."""
+        return len(self.targets)
+
+    def total_bytes(self, token_bytes: np.ndarray) -> int:
+        """Returns the UTF-8 bytes of the hidden tokens."""
+        return int(token_bytes[self.targets].sum(dtype=np.int64))
 
 
 def local_rows(batches: TrainBatches | EvalBatches) -> Sequence[int]:

@@ -95,7 +95,7 @@ class StreamBatches(TrainBatches):
         """A batch of random tokens, which reads nothing."""
         shape, size = (self.batch_size, self.sequence_length + 1), self.tokenizer.vocab_size
         tokens = np.random.default_rng(0).integers(0, size, shape, np.int32)
-        return Batch.from_windows(tokens[list(local_rows(self))])
+        return self.batch(tokens[list(local_rows(self))], 0)
 
     @property
     def skipped_words(self) -> str:
@@ -105,7 +105,7 @@ class StreamBatches(TrainBatches):
     def __getitem__(self, step: int) -> Batch:
         if step < 0:
             raise IndexError(step)
-        return Batch.from_windows(np.stack([self._row(step, row) for row in local_rows(self)]))
+        return self.batch([self._row(step, row) for row in local_rows(self)], step)
 
     def iterate(self, start_step: int = 0, threads: int = 2) -> Iterator[Batch]:
         """Yields batches `start_step`, `start_step + 1`, ... endlessly, with lanes of its own, so

@@ -34,6 +34,8 @@ from sparse_dataflow.files.errors import UserError, escaped
 _LOG = logging.getLogger(__name__)
 
 KINDS = ("bpe", "gpt2", "none")
+MASKS = ("[MASK]", "<mask>")
+"""Mask tokens of the vocabularies of BERT and of RoBERTa."""
 SMALLEST_VOCAB = 257  # Of byte-level BPE: 256 bytes and the end-of-text token.
 SMALLEST_IDS = 2  # Of any other: a token and the end-of-text token.
 GPT2_VOCAB_SIZE = 50257
@@ -143,6 +145,26 @@ class Tokenizer:
     def ends(self) -> frozenset[int]:
         """Ids that end a generated text, such as the end of a turn and the end of text."""
         return frozenset(self.identity.ends or (self.eot_id,))
+
+    @functools.cached_property
+    def mask_id(self) -> int | None:
+        """Id that hides a token: that of `MASKS`, else the first one without a token; None where
+        neither is there."""
+        named = [self.special_ids[name] for name in MASKS if name in self.special_ids]
+        used = {*range(len(self.tokens)), self.eot_id, *self.special_ids.values()}
+        unused = (number for number in range(self.vocab_size) if number not in used)
+        return next(iter(named), next(unused, None))
+
+    def with_mask(self) -> "Tokenizer":
+        """Returns the tokenizer itself if it has a mask token, else with one more id for it."""
+        if self.mask_id is not None:
+            return self
+        ids, size = self.original_ids, self.vocab_size
+        original_ids = (*ids[:-1], size, ids[-1]) if ids else ()
+        identity = self.identity.moved({self.eot_id: size})
+        return dataclasses.replace(
+            self, vocab_size=size + 1, original_ids=original_ids, identity=identity
+        )
 
     @property
     def document_prefix(self) -> tuple[int, ...]:

@@ -175,6 +175,12 @@ class Identity:
             raise ValueError(f"its special ids {ids} must be whole numbers under {vocab_size}")
         return self
 
+    def moved(self, ids: Mapping[int, int]) -> "Identity":
+        """Returns the identity with other numbers for some ids."""
+        prefix, ends = ([ids.get(n, n) for n in each] for each in (self.prefix, self.ends))
+        start = None if self.start is None else ids.get(self.start, self.start)
+        return dataclasses.replace(self, prefix=tuple(prefix), ends=tuple(ends), start=start)
+
     def to_json(self) -> dict[str, object]:
         """Returns JSON values that `from_json` reads."""
         return dataclasses.asdict(self)

@@ -28,7 +28,7 @@ from sparse_dataflow.core.config.layer_groups import (
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, partition, stacks
 from sparse_dataflow.core.model.projection import THRESHOLD, with_threshold
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
 from sparse_dataflow.core.weights.weight import Thresholded
 from sparse_dataflow.data.cache import TokenArray
@@ -101,7 +101,7 @@ def input_levels(
     tokens: ArrayLike,
     share: Share,
     *,
-    attend: Callable = causal_attention,
+    attend: Callable = self_attention,
     positions: ArrayLike | None = None,
 ) -> list[Levels]:
     """Returns the levels of each layer, with the earlier thresholds applied.

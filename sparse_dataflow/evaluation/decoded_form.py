@@ -30,11 +30,13 @@ KERNELS = "kernels"
 
 
 def check(config: ModelConfig, form: str) -> None:
-    """Checks that a form exists, and that the weights of a model can be rows if it is "rows".
+    """Checks that a model generates and that a form exists, and that the weights of a model can be
+    rows if it is "rows".
 
     Raises:
       UserError: otherwise.
     """
+    config.refuse_bidirectional("Generation", "the command `evaluate`, and sd.logits")
     if form not in FORMS:
         raise UserError(f"The form {form!r} is unknown; legal: {', '.join(FORMS)}.")
     if form not in (ROWS, INT8):

@@ -194,10 +194,13 @@ def functions(
     """Returns the arguments of `HarnessLM`; takes those of `harness_lm`."""
     score_batch = forward or scoring.single_device_forward(trained)
     limits = limits or scoring.batch_limits(trained)
+    score: Callable = scoring.score
+    if trained.model.bidirectional:
+        score = functools.partial(scoring.pseudo_score, trained.tokenizer.mask_id)
     return (
         trained.tokenizer,
         limits.context,
-        lambda requests: scoring.score(score_batch, limits, requests),
+        functools.partial(score, score_batch, limits),
         functools.partial(_generate, trained, limits.rows(limits.context)),
     )
 

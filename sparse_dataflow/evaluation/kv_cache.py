@@ -22,7 +22,7 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.ops import dispatch, platforms
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.cached_attention.cached_attention_op import cached_attention
 from sparse_dataflow.core.weights.kind import ROUTER, SCALE, TABLE, leaf_of
 from sparse_dataflow.evaluation import decoded_form
@@ -193,7 +193,7 @@ def prompt_attention(
     """Attention of complete prompts, as `gpt.Block` calls it; appends the layer's cache."""
     room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
     caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
-    return causal_attention(q, k, v, window=window, cap=cap)
+    return self_attention(q, k, v, window=window, cap=cap)
 
 
 def decode_token(

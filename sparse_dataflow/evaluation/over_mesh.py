@@ -11,7 +11,7 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.optim.optimizers import TrainState
-from sparse_dataflow.evaluation.scoring import Forward
+from sparse_dataflow.evaluation.scoring import PADDING, Forward
 from sparse_dataflow.evaluation.trained import Model
 
 
@@ -34,14 +34,16 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     rest = executor.place_layouts(state.rest, trained.model, changing=False)
     program = jax.jit(functools.partial(executor.token_scores, trained.model))
 
+    fill = PADDING if trained.model.bidirectional else 0
+
     def forward(tokens, places, targets):
         (rows, length), count = tokens.shape, places.shape[1]
         padding = -length % tensor
-        batch = Batch(np.pad(tokens, ((0, 0), (0, padding))))
+        padded = np.pad(tokens, ((0, 0), (0, padding)), constant_values=fill)
         # A place counts tokens of the flat batch, so each row before it adds its padding.
         selected = (places + places // length * padding, targets)
         put = (executor.put(np.pad(a, ((0, 0), (0, -count % tensor))), shards) for a in selected)
-        outputs = program(state.params, rest, executor.put(batch, rows), *put)
+        outputs = program(state.params, rest, executor.put(Batch(padded), rows), *put)
         return [output[:, :count] for output in outputs]
 
     return forward

@@ -6,6 +6,9 @@ sorted by length and split into batches of about as many tokens. Lengths are rou
 `BUCKETS` values, which minimise padding, so a pass compiles few programs. Padding follows a row,
 where a causal model does not see it. Only continuation tokens have logits; batches of one length
 have about as many, and so one shape.
+
+A bidirectional model scores a continuation by its pseudo-log-likelihood (arXiv 1910.14659): a row
+for each of its tokens, which is hidden there.
 """
 
 import dataclasses
@@ -28,7 +31,11 @@ Score = tuple[float, bool]
 Forward = Callable[[np.ndarray, np.ndarray, np.ndarray], Sequence[jax.Array]]
 """(int32 [B, T] tokens, int32 [shards, S] places and next tokens) -> float32 [shards, S] losses,
 bool [shards, S] whether the next token is the most likely one. Shard i has rows i * B / shards to
-(i + 1) * B / shards. Its places index the flattened tokens of its rows."""
+(i + 1) * B / shards. Its places index the flattened tokens of its rows. Tokens may be PADDING for a
+bidirectional model."""
+
+PADDING = -1
+"""Follows the tokens of a row that a bidirectional model reads."""
 
 TOKENS = 2**13
 """Of a batch of a model that is of no run, whose context may be as long."""
@@ -138,6 +145,49 @@ def score(
     for results in in_flight:
         _collect(*results, scores)
     truncated = sum(len(a) + len(b) > limits.context + 1 for a, b in requests)
+    return scores, Counts(len(texts), truncated, sum(lengths), padded, frozenset(buckets))
+
+
+def pseudo_score(
+    mask_id: int | None, forward: Forward, limits: Limits, requests: Sequence[Request]
+) -> tuple[list[Score], Counts]:
+    """Scores each continuation by the sum of the log-likelihoods of its tokens, each given all
+    other tokens of context and continuation; see `score` for the rest.
+
+    Args:
+      mask_id: id that hides a token.
+    """
+    texts = [_truncate(request, limits.context) for request in requests]
+    texts = [(tokens[-limits.context :], scored) for tokens, scored in texts]
+    hidden = [
+        (i, place)
+        for i, (tokens, scored) in enumerate(texts)
+        for place in range(len(tokens) - scored, len(tokens))
+    ]
+    hidden.sort(key=lambda row: -len(texts[row[0]][0]))
+    lengths = [len(texts[i][0]) for i, _ in hidden]
+    buckets = bucket_lengths(lengths, limits.context)
+    scores: list[Score] = [(0.0, True)] * len(texts)
+    start = padded = 0
+    while start < len(hidden):
+        length = min(bucket for bucket in buckets if bucket >= lengths[start])
+        rows = hidden[start : start + limits.rows(length)]
+        tokens = np.full((limits.rows(length), length), PADDING, np.int32)
+        each = len(tokens) // limits.shards
+        shape = limits.shards, _round_up(each, _POSITIONS_MULTIPLE)
+        places, targets = np.zeros((2, *shape), np.int32)
+        cuts = [divmod(number, each) for number in range(len(rows))]
+        for number, ((i, place), cut) in enumerate(zip(rows, cuts)):
+            text, _ = texts[i]
+            tokens[number, : len(text)] = text
+            tokens[number, place] = mask_id
+            places[cut], targets[cut] = cut[1] * length + place, text[place]
+        losses, is_largest = jax.device_get(forward(tokens, places, targets))
+        for (i, _), cut in zip(rows, cuts):
+            total, greedy = scores[i]
+            scores[i] = total - float(losses[cut]), greedy and bool(is_largest[cut])
+        start, padded = start + len(rows), padded + tokens.size
+    truncated = sum(len(a) + len(b) > limits.context for a, b in requests)
     return scores, Counts(len(texts), truncated, sum(lengths), padded, frozenset(buckets))
 
 

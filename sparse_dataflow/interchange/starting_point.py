@@ -25,7 +25,7 @@ from sparse_dataflow.core.config.layer_groups import layer_linear
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP, PROJECTIONS
 from sparse_dataflow.core.config.sparsity import SparsityConfig
-from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import CAUSAL, MASKED, TrainingConfig
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
@@ -119,14 +119,20 @@ def run_config(
     sizes = {name: cost.parameter_count(size) for name, size in SIZES.items()}
     base = preset(min(sizes, key=lambda name: abs(math.log(sizes[name] / count))))
     base = supar(base) if model.supar else base
-    shape = dataclasses.replace(dense, compute_dtype=compute_dtype, remat=remat.AUTO, seed=0)
+    shape = dataclasses.replace(
+        dense, compute_dtype=compute_dtype, remat=remat.AUTO, bidirectional=False, seed=0
+    )
     return dataclasses.replace(
         base,
         model=shape,
         sparsity=(
             _sparsity(model, shape.num_layers) if model.partial_projections else base.sparsity
         ),
-        training=dataclasses.replace(base.training, sequence=min(shape.longest, LONGEST_SEQUENCE)),
+        training=dataclasses.replace(
+            base.training,
+            sequence=min(shape.longest, LONGEST_SEQUENCE),
+            objective=MASKED if model.bidirectional else CAUSAL,
+        ),
         run=dataclasses.replace(
             base.run,
             init_from=str(folder),
@@ -510,6 +516,9 @@ def _other_experts(start, model, name):
 
 
 def _difference(setting, before, after):
+    if setting == "bidirectional":
+        setting = "training.objective"
+        before, after = (MASKED if value else CAUSAL for value in (before, after))
     return f"{setting} is {before} in the initial weights and {after} in this run"
 
 

@@ -77,7 +77,7 @@ class Pipelined(Sharded):
         super().check(model, training)
         self._plan(model, training.micro_batches)
 
-    def loss(self, model, params, rest, batch):
+    def evaluation(self, model, params, rest, batch):
         rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
@@ -92,9 +92,10 @@ class Pipelined(Sharded):
 
         def local(table, params, rest, batch):
             split_batch = whole.micro_batches(model, batch, micro_batches, rank)
-            work = self._work(model, rank, (params, rest), specs, block, split_batch)
+            trees = params, rest
+            work = self._work(model, rank, trees, specs, block, split_batch, scored=True)
             _, metrics, _ = pipeline.run_stage(plan, table[0], work)
-            return lax.psum(metrics["loss"].total, EVERY_AXIS)
+            return step_metrics.over_devices(metrics, EVERY_AXIS)
 
         in_specs = STAGED, *specs, P(BATCH_AXES)
         return self._mapped(local, in_specs, P())(pipeline.rows(plan), params, rest, batch)
@@ -213,13 +214,14 @@ class Pipelined(Sharded):
         """Returns the division of each layer group."""
         return tuple(part(self.division, group.layers) for group in layer_groups(model))
 
-    def _work(self, model, rank, trees, specs, block, batch):
+    def _work(self, model, rank, trees, specs, block, batch, scored=False):
         """Returns the work of a stage.
 
         Args:
           trees: what is trained and what is not.
           block: (layer model, params, what is not trained, x, micro-batch) -> x.
           batch: `whole.micro_batches`.
+          scored: see `gpt.head_loss`.
         """
         params, rest = trees[0], local_layouts(trees[1])
         params, rest = (
@@ -229,7 +231,8 @@ class Pipelined(Sharded):
 
         def head_loss(embed, head, x, micro_batch):
             embed, head = merged(embed, rest["embed"]), merged(head, rest["head"])
-            return gpt.head_loss(model, head, embed["tokens"], x, micro_batch, rank.shard)
+            table = embed["tokens"]
+            return gpt.head_loss(model, head, table, x, micro_batch, rank.shard, scored)
 
         def embed(params, tokens):
             params = merged(params, rest["embed"])

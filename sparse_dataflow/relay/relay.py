@@ -284,8 +284,8 @@ class Relay:
         """Returns the programs of a section."""
         return programs[self._kind_of_layer[section] if isinstance(section, int) else 0]
 
-    def eval_step(self, params: dict, rest: object, batch: Batch) -> np.ndarray:
-        """Returns the float32 [] sum of weighted losses in nats.
+    def eval_step(self, params: dict, rest: object, batch: Batch) -> Metrics:
+        """Returns `whole.evaluation` of the batch.
 
         All blocks take part.
 

@@ -215,10 +215,10 @@ def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Ca
     def head(weights, tied, x, batch):
         params, output = merged(*weights), merged(*tied).get("tokens", ())
 
-        def loss(x, batch):
-            return gpt.head_loss(model, params, output, x, batch)[0]
+        def metrics(x, batch):
+            return (), gpt.head_loss(model, params, output, x, batch, scored=True)[1]
 
-        return jnp.sum(_map(loss, batch, x))
+        return _accumulated(metrics, batch, x)[1]
 
     return EvalPrograms(training.embed, forward, head)
 

@@ -166,12 +166,20 @@ FILES = _used(
     parallel__server_dir="DIR",
 )
 
+MASKED = _used(
+    "training.objective=masked",
+    lambda config: config.training.hides_tokens,
+    training__objective="masked",
+)
+
 NO_WEIGHTS = _no("run.init_from", "")
 NO_ADAPTERS = _no("training.adapter_rank", 0)
 NO_TOKENS = _no("data.extend_vocabulary", 0)
 GIVEN_WEIGHTS = _other("run.init_from", _one_of(""), "DIR")
 ANY_ADAPTERS = _other("training.adapter_rank", _one_of(0), 2, **DIR)
 ANY_TEACHER = _other("training.teacher", _one_of(""), "DIR")
+ANY_NEW_TOKENS = _other("data.extend_vocabulary", _one_of(0), 8, **DIR)
+ONLY_IDS = _other("data.tokenizer", lambda name: name != "none", "none")
 SOME_LOSS = _other("data.loss", _one_of("all"), "answers", **DIR)
 RIGL = _other("evolution.method", lambda value: value != "rigl", "rigl")
 GRADUAL = _other("evolution.method", lambda value: value != "gradual", "gradual")
@@ -239,6 +247,11 @@ SETTINGS = (
         "whose own FLOPs a narrow twin would get",
         f"{LEGAL} no, yes",
     ),
+    Conflict(SOME_LOSS, (MASKED,), "which hides tokens of all text", f"{LEGAL} all"),
+    Conflict(ANY_TEACHER, (MASKED,), "which predicts no next token", f"{LEGAL} none"),
+    Conflict(ANY_NEW_TOKENS, (MASKED,), "whose mask token would get another id", f"{LEGAL} 0"),
+    Conflict(ONLY_IDS, (MASKED,), "which has no id to spare for a mask token", f"{LEGAL} a name"),
+    Conflict(RIGL, (MASKED,), "which rigl's gradients do not count", EVERY_OTHER),
     Conflict(RIGL, (TEACHER,), "which rigl's gradients do not count", EVERY_OTHER),
     Conflict(
         _other("evolution.method", _one_of("static", "set", "rigl"), "gradual"),

@@ -56,6 +56,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         config.model,
         vocab_size=vocab_size or config.model.vocab_size + config.data.extend_vocabulary,
         seed=config.training.seed,
+        bidirectional=config.training.hides_tokens,
     )
     adapted = config.training.adapter_rank, config.training.frozen_dtype
     if name != "sparse" and config.sparsity.projections:

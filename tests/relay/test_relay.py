@@ -332,7 +332,7 @@ def test_a_growing_network_starts_with_identities():
         Relay(model, how, eval_shape=(4, 11)).eval_step(params, (), batch)
         for model, params in ((model, state.params), (shallow, first))
     )
-    assert deep == alone
+    assert deep["loss"].number() == alone["loss"].number()
 
 
 def test_the_timeline_has_all_work_of_every_section():

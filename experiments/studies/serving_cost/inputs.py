@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.mlp import activate
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 
 from .arms import ALL
 
@@ -28,7 +28,7 @@ def mean_squares(model: ModelConfig, params: Any, tokens: jax.Array) -> dict[str
         block = gpt.bind_block(model, weights)
 
         def attend(*heads, attended=attended, **options):
-            attended.append(causal_attention(*heads, **options))
+            attended.append(self_attention(*heads, **options))
             return attended[-1]
 
         middle, after, _ = block.residuals(x, attend=attend)

@@ -1,4 +1,4 @@
-"""Causal attention on TPUs, through jax's splash attention kernels."""
+"""Attention on TPUs, through jax's splash attention kernels."""
 
 import math
 from typing import Any
@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
+from sparse_dataflow.core.ops.attention.dot_product import ALL, Sight
 
 LANES = 128
 DTYPES = ("bfloat16", "float32")
@@ -20,22 +21,24 @@ TILES = (512, 256, 128)
 """Tile sizes of queries and keys, in tokens; the largest that divides the queries is used."""
 
 
-def causal_attention(
+def self_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     window: int = 0,
     cap: float = 0.0,
     documents: jax.Array | None = None,
+    bidirectional: bool = False,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Compute `attention_op.causal_attention`, with its arguments, without scores; skips tiles
+    """Compute `attention_op.self_attention`, with its arguments, without scores; skips tiles
     without a visible key.  `interpret` says whether a CPU interprets the kernels.  The operands are
     bfloat16 or float32, see `splash_refusal`.
     """
     tokens, heads, kv_heads = query.shape[1], query.shape[2], key.shape[2]
-    kernel = _kernel(np.arange(tokens), 1, heads, kv_heads, window, cap, interpret)
+    sight = Sight(window, bidirectional)
+    kernel = _kernel(np.arange(tokens), 1, heads, kv_heads, sight, cap, interpret)
     return _run(kernel, query, key, value, documents, documents)
 
 
@@ -48,6 +51,7 @@ def shard_attention(
     window: int = 0,
     cap: float = 0.0,
     documents: tuple[jax.Array, jax.Array] | None = None,
+    bidirectional: bool = False,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -55,7 +59,10 @@ def shard_attention(
     [batch, tokens / shards] of the queries, and [batch, tokens] of the keys.
     """
     shards, heads, kv_heads = len(order), query.shape[2], key.shape[2]
-    kernel = _kernel(order.reshape(-1), shards, heads, kv_heads, window, cap, interpret)
+    sight = Sight(window, bidirectional)
+    kernel = _kernel(order.reshape(-1), shards, heads, kv_heads, sight, cap, interpret)
+    if sight == ALL:
+        return _run(kernel, query, key, value, *(documents or (None, None)))
 
     # All devices run one program, but each shard has other tiles to skip.  So the tables of all
     # shards are constants, and each device slices its own by the traced number.
@@ -108,22 +115,24 @@ _NONE, _ALL = np.array([[False]]), np.array([[True]])
 
 
 class _Mask(splash_attention.CausalMask):
-    """A causal mask, within a window if there is one, of queries in any order.
+    """The mask of a `Sight`, of queries in any order.
 
     Building a kernel asks of every tile whether any and whether all of it is seen, and a long
     sequence has many.  So a tile that is seen whole or not at all has one element.
     """
 
-    def __init__(self, positions, window):
+    def __init__(self, positions, sight):
         tokens = len(positions)
         super().__init__((tokens, tokens))
-        self.window = window
+        self.sight = sight
+        # Least and largest distance from a query back to a key that it sees.
+        after = sight.window - 1 if sight.window else tokens
+        self.least, self.largest = -after if sight.bidirectional else 0, after
         self.q_sequence = np.asarray(positions, np.int32)
         self.ends = {}  # Tile of queries -> its first and last position.
 
         def seen(query, key):
-            visible = query >= key
-            return visible & (query - key < window) if window else visible
+            return (query - key >= self.least) & (query - key <= self.largest)
 
         self.mask_function = seen
 
@@ -138,31 +147,34 @@ class _Mask(splash_attention.CausalMask):
         # Distances from a query back to a key, over all pairs of the tile.  Queries may lie apart,
         # as in two chunks of a zig-zag shard: then the bounds are wide, and the pairs are compared.
         nearest, farthest = lowest - (end - 1), highest - first
-        if farthest < 0 or (self.window and nearest >= self.window):
+        if farthest < self.least or nearest > self.largest:
             return _NONE
-        if nearest >= 0 and not (self.window and farthest >= self.window):
+        if nearest >= self.least and farthest <= self.largest:
             return _ALL
         return self.mask_function(self.q_sequence[rows][:, None], np.arange(first, end)[None])
 
     def __eq__(self, other):
         return (
             isinstance(other, _Mask)
-            and self.window == other.window
+            and self.sight == other.sight
             and np.array_equal(self.q_sequence, other.q_sequence)
         )
 
     def __hash__(self):
-        return hash((self.window, self.q_sequence.tobytes()))
+        return hash((self.sight, self.q_sequence.tobytes()))
 
 
-def _kernel(positions, shards, heads, kv_heads, window, cap, interpret):
+def _kernel(positions, shards, heads, kv_heads, sight, cap, interpret):
     """Return the kernel of all heads, or of the query heads of one key/value head."""
     tile = next(tile for tile in TILES if len(positions) // shards % tile == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": tile for name in names}
     grouped = kv_heads < heads
     make = splash_attention.make_splash_mqa if grouped else splash_attention.make_splash_mha
-    masks = [_Mask(positions, window)] * (heads // kv_heads if grouped else heads)
+    mask: Any = _Mask(positions, sight)
+    if sight == ALL:  # All shards are alike, and the tables of several need a tile that is cut.
+        shards, mask = 1, splash_attention.FullMask((len(positions) // shards, len(positions)))
+    masks = [mask] * (heads // kv_heads if grouped else heads)
     # The mask's tables must be concrete, even inside a trace.
     with jax.ensure_compile_time_eval():
         return make(

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from sparse_dataflow.commands.training_data import (
     FINAL_WINDOWS,
     corpus_of,
     corpus_tokens,
+    eval_batches,
     refuse_changed,
 )
 from sparse_dataflow.core.config import settings
@@ -29,8 +31,8 @@ from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.held_out import bits_per_byte
 from sparse_dataflow.data.answers import AnswerEvalBatches
-from sparse_dataflow.data.batches import EvalBatches
 from sparse_dataflow.data.examples import as_text
+from sparse_dataflow.data.masking import Masking
 from sparse_dataflow.data.token_ids import with_text
 from sparse_dataflow.evaluation import harness, scoring
 from sparse_dataflow.evaluation.activation_sparsity import share_words, with_thresholds
@@ -138,6 +140,9 @@ def evaluated(options) -> dict:
     context = min(trained.context for trained in models.values())
     text = (as_text if answers else with_text)(corpus, first.tokenizer)
     ready = evaluation_tasks.ready(named, options, text, first.tokenizer, context)
+    for name, task in ready.items():
+        if task.generates:
+            first.model.refuse_bidirectional(f"The task {name}", "tasks that score text")
     train_tokens, held_out = corpus_tokens(corpus, first, answers)
     if share:
         models = {name: with_thresholds(m, train_tokens, share) for name, m in models.items()}
@@ -148,11 +153,11 @@ def evaluated(options) -> dict:
         lms[name] = HarnessLM(first.tokenizer, context, getattr(ngrams, f"score_{name}"))
 
     limit = 0 if any(trained.record for trained in models.values()) else HELD_OUT
-    read = functools.partial(held_out_losses, held_out=held_out, answers=answers, limit=limit)
-    losses = {name: read(models[name], *scorers[name]) for name in models}
+    read = functools.partial(held_out_scores, held_out=held_out, answers=answers, limit=limit)
+    scores = {name: read(models[name], *scorers[name]) for name in models}
     rows, notes = _task_rows(ready, lms, list(models), options, context)
     if limit:
-        count = max(len(values) for values, _, _ in losses.values())
+        count = max(len(each.losses) for each in scores.values())
         notes.append(f"No model is of a run, so the loss is of the first {count:,} tokens.")
     if share:
         notes.insert(0, f"The smallest {share_words(share)} count as zeros.")
@@ -163,7 +168,7 @@ def evaluated(options) -> dict:
         "context": context,
         "activation_sparsity": share,
         "notes": notes,
-        "rows": [_loss_row(losses, first.tokenizer), *rows],
+        "rows": [*_held_out_rows(scores, first), *rows],
     }
 
 
@@ -260,6 +265,11 @@ def _refuse_unlike(folder, place, models, model):
             f"{folder} and {place} were trained on different corpora, so what one held out "
             "the other may have learned; give runs on the same corpus."
         )
+    if next(iter(models)).model.bidirectional != model.model.bidirectional:
+        raise UserError(
+            f"{folder} and {place} were trained with different values of training.objective, so "
+            "their losses cannot be compared; give models with the same one."
+        )
     if next(iter(models)).tokenizer.content_hash != model.tokenizer.content_hash:
         raise UserError(
             f"{folder} and {place} have different tokenizers, so their losses a token "
@@ -302,58 +312,86 @@ def _scorer(mesh, trained):
     return mesh_forward(trained, executor), limits
 
 
-def held_out_losses(
-    trained: Model, forward: scoring.Forward, limits: scoring.Limits, held_out, answers, limit=0
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """The loss of each held-out token of FINAL_WINDOWS, or of `limit` tokens if that is not 0.
+class HeldOutScores(NamedTuple):
+    """Scores of held-out tokens.
 
-    Returns:
-      float [tokens] loss in nats, int [tokens] number of its document, and their UTF-8 bytes.
+    Attributes:
+      losses: float [tokens] in nats.
+      is_largest: float [tokens], 1 for a token that is the likeliest one.
+      documents: int [tokens], number of the document of each.
+      text_bytes: UTF-8 bytes of all.
     """
+
+    losses: np.ndarray
+    is_largest: np.ndarray
+    documents: np.ndarray
+    text_bytes: int
+
+
+def held_out_scores(
+    trained: Model, forward: scoring.Forward, limits: scoring.Limits, held_out, answers, limit=0
+) -> HeldOutScores:
+    """The scores of each held-out token of FINAL_WINDOWS, or of `limit` tokens if that is not 0; of
+    a masked model those of hidden tokens."""
     sequence = min(trained.context, WINDOW) if limit else trained.context
     windows = limit // sequence or FINAL_WINDOWS
-    kind = AnswerEvalBatches if answers else EvalBatches
+    masking = Masking.of(trained.training, trained.tokenizer)
+    kind = AnswerEvalBatches if answers else eval_batches(masking)
     batches = kind(held_out, limits.rows(sequence), sequence, windows)
-    losses = []
+    lists: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    counted_places, first = [], 0
     for batch in batches:
         counted = batch.token_weights.reshape(-1) > 0
         targets = batch.targets.reshape(limits.shards, -1)
         places = np.tile(np.arange(targets.shape[1], dtype=np.int32), (limits.shards, 1))
-        batch_losses = np.asarray(forward(batch.tokens, places, targets)[0], np.float64)
-        losses.append(batch_losses.reshape(-1)[counted])
+        batch_scores = forward(batch.tokens, places, targets)
+        for values, scores in zip(lists, batch_scores, strict=True):
+            values.append(np.asarray(scores, np.float64).reshape(-1)[counted])
+        counted_places.append(first + np.flatnonzero(counted))
+        first += counted.size
+    losses, is_largest = map(np.concatenate, lists)
     size = batches.total_bytes(trained.tokenizer.token_bytes)
     if isinstance(batches, AnswerEvalBatches):
-        return np.concatenate(losses), batches.examples, size
-    ends = np.asarray(held_out[: batches.total_tokens]) == trained.tokenizer.eot_id
+        return HeldOutScores(losses, is_largest, batches.examples, size)
     # A target at place i belongs to the document after as many ends as stand before it.
-    return np.concatenate(losses), np.cumsum(ends), size
+    places = np.concatenate(counted_places)
+    ends = np.asarray(held_out[: places.max() + 1]) == trained.tokenizer.eot_id
+    return HeldOutScores(losses, is_largest, np.cumsum(ends)[places], size)
 
 
-def _loss_row(losses, tokenizer):
-    names = list(losses)
+def _held_out_rows(scores, first):
+    """The rows of the losses, and of a masked model of the accuracies."""
+    size, masked = first.tokenizer.vocab_size, first.model.bidirectional
+    losses = {name: each.losses for name, each in scores.items()}
+    metric = "loss, nats a hidden token" if masked else "loss, nats a token"
+    loss = _held_out_row(scores, losses, metric, float(np.log(size)))
+    for name, each in scores.items():
+        total = bits_per_byte(each.losses.sum(), each.text_bytes)
+        loss["models"][name]["bits_per_byte"] = total
+    if not masked:
+        return [loss]
+    hits = {name: each.is_largest for name, each in scores.items()}
+    return [loss, _held_out_row(scores, hits, "accuracy of hidden tokens", 1 / size, False)]
+
+
+def _held_out_row(scores, values, metric, chance, lower_is_better=True):
     # Runs of other sequence lengths end their evaluation at other tokens.
-    common = min(len(values) for values, _, _ in losses.values())
-    documents = losses[names[0]][1][:common]
-    estimates = {name: clustered_mean(losses[name][0][:common], documents) for name in names}
-    first = estimates[names[0]]
+    common = min(map(len, values.values()))
+    values = {name: each[:common] for name, each in values.items()}
+    documents = next(iter(scores.values())).documents[:common]
+    estimates = {name: clustered_mean(each, documents) for name, each in values.items()}
+    first = next(iter(estimates.values()))
     return {
         "task": "held-out text",
         "shots": None,
-        "metric": "loss, nats a token",
-        "lower_is_better": True,
+        "metric": metric,
+        "lower_is_better": lower_is_better,
         "items": first.items,
         "documents": first.documents,
-        "chance": float(np.log(tokenizer.vocab_size)),
+        "chance": chance,
         "baselines": {},
-        "models": {
-            name: {
-                "value": estimates[name].mean,
-                "error": estimates[name].error,
-                "bits_per_byte": bits_per_byte(values.sum(), size),
-            }
-            for name, (values, _, size) in losses.items()
-        },
-        "paired": _paired({name: losses[name][0][:common] for name in names}, documents),
+        "models": {n: {"value": each.mean, "error": each.error} for n, each in estimates.items()},
+        "paired": _paired(values, documents, not lower_is_better),
     }
 
 

@@ -101,6 +101,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
       density_by_depth: per-layer multipliers of the density of every block-sparse projection, first
         layer first.  Empty means 1 everywhere.  Equal multipliers are folded into `linears`, which
         leaves it empty.
+      bidirectional: whether a token also attends to the tokens after it.  training.objective=masked
+        sets it; no setting.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
       left_out: hidden features of each MLP that are left out, beside the d_ff that take part.  A
@@ -241,6 +243,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         "Attention in training and held-out losses stays within a document; otherwise it covers "
         "the whole window.",
     )
+    bidirectional: bool = False
     shared_layers: bool = False
     left_out: int = 0
     seed: int = 0
@@ -416,6 +419,22 @@ class ModelConfig(AttentionSettings, RotarySettings):
             raise UserError(
                 f"{feature} with model.experts={self.experts} is not supported; legal with "
                 f"experts: {legal}."
+            )
+
+    def refuse_bidirectional(self, feature: str, legal: str) -> None:
+        """Refuses a model of training.objective=masked where a feature reads from left to right.
+
+        Args:
+          feature: words that begin the sentence.
+          legal: what is legal with such a model.
+
+        Raises:
+          UserError: the model is bidirectional.
+        """
+        if self.bidirectional:
+            raise UserError(
+                f"{feature} reads text from left to right, and the model was trained with "
+                f"training.objective=masked; legal with it: {legal}."
             )
 
     def dropless(self) -> "ModelConfig":

@@ -27,6 +27,8 @@ BUILT_IN = ("adamw", "muon")
 OPTIMIZERS = (*BUILT_IN, "lion", "adafactor", "schedule_free")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 DECAYED = ("matrices", "projections", "all")
+CAUSAL, MASKED = "causal", "masked"
+OBJECTIVES = (CAUSAL, MASKED)
 
 MOST_NARROW_B2 = 0.96
 """Largest b2 with moments in bfloat16: see `TrainingConfig.b1`."""
@@ -68,6 +70,7 @@ class TrainingConfig(Readable):
         budget (arXiv 2502.15938).
       state_dtype: masters, sums over micro-batches and all arithmetic are float32.
       skip_spikes: spikes are explained in `optim.loss_spikes`.
+      objective: "masked" is BERT's (arXiv 1810.04805, section 3.1); see `data.masking`.
       adapter_rank: adapters are explained in `model.adapters`.
       teacher: the loss is (1 - teacher_weight) times that of the next tokens, plus teacher_weight
         times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
@@ -163,6 +166,21 @@ class TrainingConfig(Readable):
         "after 4 in a row the run rolls back to a checkpoint. 6 is usual; 0 is never.",
         legal=between(0, 1000),
     )
+    objective: str = setting(
+        CAUSAL,
+        "What the model predicts: causal, the next token from those before it; masked, hidden "
+        "tokens from all others, with attention in both directions.",
+        choices=OBJECTIVES,
+    )
+    mask_share: float = setting(
+        0.15, "Share of a window's tokens that training.objective=masked hides.", legal=positive(1)
+    )
+    mask_replaced: float = setting(
+        0.8, "Share of the hidden tokens that the mask token replaces.", legal=A_FRACTION
+    )
+    mask_random: float = setting(
+        0.1, "Share of the hidden tokens that random ones replace; the rest stay.", legal=A_FRACTION
+    )
     adapter_rank: int = setting(
         0,
         "Rank of low-rank adapters on all projections, trained on the frozen weights of "
@@ -207,6 +225,11 @@ class TrainingConfig(Readable):
     def __post_init__(self):
         validate(self, "training")
         self._check_optimizer()
+        if self.mask_replaced + self.mask_random > 1:
+            raise UserError(
+                f"training.mask_replaced={self.mask_replaced:g} and training.mask_random="
+                f"{self.mask_random:g} are more than all hidden tokens; legal: up to 1 together."
+            )
         if self.adapter_rank and self.optimizer == "muon":
             raise UserError(
                 f"training.optimizer=muon orthogonalises the weights of projections, which "
@@ -251,6 +274,11 @@ class TrainingConfig(Readable):
     def is_built_in(self) -> bool:
         """Whether the optimizer is AdamW or Muon, which `optim.optimizers` applies."""
         return self.optimizer in BUILT_IN
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether the model predicts hidden tokens, from both sides."""
+        return self.objective == MASKED
 
     @property
     def warmup_stop(self) -> int:

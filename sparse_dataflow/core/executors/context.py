@@ -65,14 +65,14 @@ class Context:
         documents: jax.Array | None = None,
         **settings: Any,
     ) -> jax.Array:
-        """Computes `attention_op.causal_attention` of this device's queries to all keys.
+        """Computes `attention_op.self_attention` of this device's queries to all keys.
 
         Args:
           query: float [B, T / shards, heads, head_dim].
           key: [B, T / shards, kv heads, head_dim].
           value: like key.
           documents: int32 [B, T], of all tokens.
-          **settings: window and cap.
+          **settings: window, cap and bidirectional.
         """
         key, value = (checkpoint_name(self.gather(a), KEYS_VALUES) for a in (key, value))
         order, shard = zigzag(key.shape[1], self.shards), lax.axis_index(self.axis)

@@ -154,9 +154,9 @@ class TracedExecutor(Executor):
     placed: the `params` and the `rest` of a `TrainState`.
     """
 
-    def loss(self, model: ModelConfig, params: dict, rest: object, batch: Batch) -> jax.Array:
-        """Returns the float32 [] sum of weighted losses in nats; see `whole.loss`."""
-        return whole.loss(model, merged(params, rest), batch)
+    def evaluation(self, model: ModelConfig, params: dict, rest: object, batch: Batch) -> Metrics:
+        """Returns `whole.evaluation` of the whole batch."""
+        return whole.evaluation(model, merged(params, rest), batch)
 
     def loss_and_gradients(
         self, model: ModelConfig, params: dict, rest: object, batch: Batch, how: Accumulation

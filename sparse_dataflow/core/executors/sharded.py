@@ -93,12 +93,12 @@ class Sharded(TracedExecutor):
                     "monarch and a size that divides, or is a multiple of, the number of groups."
                 )
 
-    def loss(self, model, params, rest, batch):
+    def evaluation(self, model, params, rest, batch):
         rank, specs, _ = self._rank(model, params, rest)
 
         def local(params, rest, batch):
-            share = whole.loss(model, local_weights(params, rest), batch, rank)
-            return lax.psum(share, self.mesh.axis_names)
+            share = whole.evaluation(model, local_weights(params, rest), batch, rank)
+            return step_metrics.over_devices(share, self.mesh.axis_names)
 
         return self._mapped(local, (*specs, P(BATCH_AXES)), P())(params, rest, batch)
 

@@ -22,7 +22,7 @@ from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.ops import dispatch, platforms
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.step_metrics import Metrics
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from sparse_dataflow.core.executors.context import Context
 
 T = TypeVar("T", jax.Array, np.ndarray)
+
+_NO_TOKEN = -2
+"""Id of no token and no padding."""
 
 GATHERED = "gathered"
 """Checkpoint name of all-gathered params: the backward pass gathers them again."""
@@ -88,7 +91,7 @@ class Rank:
     @property
     def attend(self) -> Callable[..., jax.Array]:
         """Attention of the device's queries; see `gpt.Block`."""
-        return self.context.attend if self.context else causal_attention
+        return self.context.attend if self.context else self_attention
 
     def local_tokens(self, array: jax.Array) -> jax.Array:
         """Returns the device's tokens of [B, T, ...]."""
@@ -364,14 +367,24 @@ def loss(config: ModelConfig, params: dict, batch: Batch, rank: Rank = SINGLE_RA
     return measured_loss(config, params, batch, rank)[0]
 
 
+def evaluation(
+    config: ModelConfig, params: dict, batch: Batch, rank: Rank = SINGLE_RANK
+) -> Metrics:
+    """Returns the rank's share of the metrics of the head, "loss" and what it scores besides."""
+    metrics = measured_loss(config, params, batch, rank, scored=True)[1]
+    return {name: metrics[name] for name in ("loss", "correct") if name in metrics}
+
+
 def measured_loss(
     config: ModelConfig,
     params: dict,
     batch: Batch,
     rank: Rank = SINGLE_RANK,
     padded: bool = False,
+    scored: bool = False,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns `loss` and the rank's metrics; a teacher changes the loss as in `gpt.head_loss`.
+    """Returns `loss` and the rank's metrics; a teacher changes the loss as in `gpt.head_loss`,
+    which also explains `scored`.
 
     Where rows are `padded`, ends of text before an end of text have no experts.
     """
@@ -379,7 +392,7 @@ def measured_loss(
     batch = local_batch(config, batch, rank, padded)
     x, table, metrics = _residual(config, embed, params, batch, rank)
     with jax.named_scope("head"):
-        total, head_metrics = gpt.head_loss(config, head, table, x, batch, rank.shard)
+        total, head_metrics = gpt.head_loss(config, head, table, x, batch, rank.shard, scored)
     return total, {**head_metrics, **metrics}
 
 
@@ -393,7 +406,7 @@ def local_batch(
       rank: device whose rows these are.
       padded: whether ends of text before an end of text are padding, which has no experts.
     """
-    if config.mask_documents:
+    if config.mask_documents and batch.documents is None:
         documents = document_numbers(batch.tokens, config.vocab_size - 1)
         batch = dataclasses.replace(batch, documents=documents)
     if config.experts and padded:
@@ -456,7 +469,9 @@ def split_rows(config: ModelConfig, rows: T, count: int) -> T:
 def _real(config, batch):
     """Returns whether each input is no padding, bool [B, T]: the end of text before another."""
     end = config.vocab_size - 1
-    return ~((batch.tokens == end) & (batch.targets == end))
+    ends = (batch.tokens == end) & (batch.targets == end)
+    # The target of a bidirectional model is the token itself, and no window of it is padded.
+    return jnp.ones_like(ends) if config.bidirectional else ~ends
 
 
 def hidden_states(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
@@ -477,7 +492,7 @@ def token_scores(
     """Returns the losses of some next tokens, and whether each has the highest probability.
 
     Args:
-      batch: tokens.
+      batch: tokens.  Ids below 0 are padding, which no token of a bidirectional model sees.
       places: int32 [S], indices into the B * T tokens; the others cost no logits.
       targets: int32 [S], a next token of each place, which may occur several times.
       rank: device whose rows and weights these are.
@@ -486,11 +501,21 @@ def token_scores(
       (float32 [S] losses in nats, bool [S]).
     """
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
+    if config.bidirectional:
+        batch = _without_padding(config, batch)
     local = local_batch(config, batch, rank)
     x, _, _ = _residual(config, embed, params, local, rank)
     if rank.context is not None:
         x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
     return gpt.head_scores(config, head, embed["tokens"], x, places, targets, rank.shard)
+
+
+def _without_padding(config, batch):
+    """Returns the batch with padding as a document of its own."""
+    end = config.vocab_size - 1 if config.mask_documents else _NO_TOKEN
+    documents = jnp.where(batch.tokens < 0, -1, document_numbers(batch.tokens, end))
+    tokens = jnp.maximum(batch.tokens, 0)
+    return dataclasses.replace(batch, tokens=tokens, documents=documents)
 
 
 def logits(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:

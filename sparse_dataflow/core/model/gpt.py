@@ -66,7 +66,7 @@ from sparse_dataflow.core.model import left_out, scales
 from sparse_dataflow.core.model.mlp import Mlp, draw_mlp, draw_projections
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
 from sparse_dataflow.core.ops import dispatch, platforms
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_entropy
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup, lookup_and_table
@@ -105,7 +105,7 @@ class Block(Mlp):
             self.experts = Experts(config, weights["experts"])
         self.query_scale = scales.query_scale(config)
 
-    def __call__(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=causal_attention):
+    def __call__(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=self_attention):
         """Applies the block: [B, T, D] -> [B, T, D]; T / devices tokens under a shard.
 
         Args:
@@ -114,11 +114,11 @@ class Block(Mlp):
           shard: shard of the weights.
           attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
             values like keys, window=config.window, cap=config.attention_cap), with `documents` if
-            the batch has them.
+            the batch has them, and with `bidirectional` if the model is.
         """
         return self.residuals(x_BxTxD, batch, shard, attend)[1]
 
-    def residuals(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=causal_attention):
+    def residuals(self, x_BxTxD, batch=NO_BATCH, shard=UNSHARDED, attend=self_attention):
         """Returns the residual stream [B, T, D] after attention and after the MLP, and the metrics
         of the block."""
         x_BxTxD, normed = self.attention(x_BxTxD, batch, shard, attend)
@@ -145,6 +145,8 @@ class Block(Mlp):
             q *= self.query_scale
         if batch.documents is not None:
             attend = functools.partial(attend, documents=batch.documents)
+        if config.bidirectional:
+            attend = functools.partial(attend, bidirectional=True)
         with jax.named_scope("attention"):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
@@ -365,7 +367,7 @@ def block(
     x_BxTxD: jax.Array,
     batch: Batch = NO_BATCH,
     shard: Shard = UNSHARDED,
-    attend: Callable = causal_attention,
+    attend: Callable = self_attention,
 ) -> tuple[jax.Array, Metrics]:
     """Middle section: [B, T, D] -> ([B, T, D], metrics), with the `layer_weights` of one layer.
 
@@ -432,6 +434,7 @@ def head_loss(
     x_BxTxD: jax.Array,
     batch: Batch,
     shard: Shard = UNSHARDED,
+    scored: bool = False,
 ) -> tuple[jax.Array, Metrics]:
     """Last section: float32 sum of weights * negative log-likelihood, in nats; and its metrics.
 
@@ -442,6 +445,9 @@ def head_loss(
 
     Under a shard, x has T / devices tokens, targets and weights have T, and the result is this
     device's share of the sum.
+
+    An evaluation of a bidirectional model is `scored`: "correct" is the sum of the weights of the
+    targets that are a likeliest token.
     """
     x = head(config, params, x_BxTxD, shard)
     targets_BxT, weights_BxT = batch.targets, batch.token_weights
@@ -459,6 +465,12 @@ def head_loss(
     if batch.teacher is not None:
         teacher = TeacherOutput(_rows(teacher_hidden), *batch.teacher)
         loss = distillation_loss(x_NxD, output, targets, weights, teacher, axes, size)
+    elif scored and config.bidirectional:
+        losses, is_largest = cross_entropy.token_scores(x_NxD, output, targets, axes, size, cap)
+        # Every device of the axes has the same scores.
+        weights = weights / (lax.axis_size(axes) if axes else 1)
+        loss, correct = jnp.sum(losses * weights), jnp.sum(is_largest * weights)
+        return loss, {"loss": Sum(loss), "correct": Sum(correct)}
     else:
         loss = cross_entropy.weighted_loss(x_NxD, output, targets, weights, axes, size, cap)
     return loss, {"loss": Sum(loss)}

@@ -3,7 +3,7 @@
 CPU, GPU, TPU = "cpu", "gpu", "tpu"
 
 ATTENTION = {CPU: "xla", GPU: "cudnn", TPU: "splash"}
-"""Platform -> fastest implementation of `causal_attention`."""
+"""Platform -> fastest implementation of `self_attention`."""
 
 HOST = (CPU,)
 """The chip is the host, without a memory of its own."""

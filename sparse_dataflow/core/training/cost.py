@@ -10,7 +10,8 @@ Counting rules of the project:
 - Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
   memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
 - Attention is Q Kᵀ and A V.  Its causal half counts everywhere, which is what kernels compute, and
-  of it the sliding window.  (PaLM, arXiv 2204.02311, appendix B, counts the whole square.)
+  of it the sliding window; both halves if the model is bidirectional.  (PaLM, arXiv 2204.02311,
+  appendix B, counts the whole square.)
 - A depth schedule leaves blocks out of a step: FLOPs count the share of the blocks that take part.
 - With adapters, the backward pass has no gradient of the frozen weights: half of its FLOPs there.
 - Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
@@ -151,11 +152,12 @@ def flops_per_token(
 
 def visible_keys(config: ModelConfig, sequence: int) -> float:
     """Returns the mean keys that a query sees, over the layers: half of the sequence, or fewer
-    under a window."""
+    under a window; twice as many in both directions."""
     sliding = sum(config.layer_type(i) == SLIDING for i in range(config.num_layers))
     window = min(config.window or sequence, sequence)
     within = window - window**2 / (2 * sequence)
-    return within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
+    causal = within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
+    return causal * (1 + config.bidirectional)
 
 
 def gradient_norms_flops(config: ModelConfig, tokens: int, sequence: int) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -11,32 +11,45 @@ from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.programs import Compiled, EvalBatches, HeldOut, TrainingData
 
-Nats = list[tuple[float, float]]
-"""Of each batch, the sum of its weighted losses in nats, and the sum of the weights."""
+
+class BatchSums(NamedTuple):
+    """Sums over the targets of a held-out batch.
+
+    Attributes:
+      nats: weighted losses.
+      weights: of the targets.
+      correct: weights of the targets that are a likeliest token; 0 where it is not measured.
+    """
+
+    nats: float
+    weights: float
+    correct: float = 0.0
 
 
-def nats(programs: Compiled, state: TrainState, batches: Iterable[Batch]) -> Nats:
-    """Returns the losses of `batches`, over all processes.
+def batch_sums(programs: Compiled, state: TrainState, batches: Iterable[Batch]) -> list[BatchSums]:
+    """Returns the sums of `batches`, over all processes.
 
     The executor has put the batches, whose targets have weights.
     """
-    rest = programs.rest(state)
-    return [
-        (
-            float(programs.eval_step(state.params, rest, batch)),
-            float(jnp.sum(batch.token_weights)),
-        )
-        for batch in batches
-    ]
+    rest, sums_of = programs.rest(state), []
+    for batch in batches:
+        metrics = programs.eval_step(state.params, rest, batch)
+        loss, *correct = (metrics[n].number() for n in ("loss", "correct") if n in metrics)
+        sums_of.append(BatchSums(loss, float(jnp.sum(batch.token_weights)), *correct))
+    return sums_of
 
 
 def losses(
     data: TrainingData,
     windows: Callable[[Any], tuple[EvalBatches, int]],
-    batch_nats: Callable[[EvalBatches], Nats],
+    measure: Callable[[EvalBatches], list[BatchSums]],
+    masked: bool = False,
 ) -> dict[str, float]:
     """Returns "loss", in nats a token, and "bits_per_byte"; of a mixture also those of each corpus,
     with "/" and its name, and of one corpus "bits_per_byte_error".
+
+    Of a masked model these are of the hidden tokens, and "accuracy" is the share of them that are
+    the likeliest token.
 
     The error is the standard error of a mean over the batches, whose windows are of different
     documents; see `sums.mean`.
@@ -46,25 +59,31 @@ def losses(
     Args:
       data: the corpora.
       windows: `data`, or a `HeldOut` of its mixture -> the windows and their UTF-8 bytes.
-      batch_nats: windows -> `nats` of the batches.
+      measure: windows -> `batch_sums` of the batches.
+      masked: whether the model predicts hidden tokens.
     """
 
     def measured(corpus: TrainingData | HeldOut):
         """Returns (nats a token, bits per byte, part of the mixture's bytes in a token)."""
         batches, total_bytes = windows(corpus)
-        batch_sums, counts = zip(*batch_nats(batches), strict=True)
-        total = sum(batch_sums)
+        nats, counts, correct = zip(*measure(batches), strict=True)
+        total = sum(nats)
+        if masked:
+            weight = getattr(corpus, "weight", 1.0)
+            accuracies.append(weight * sum(correct) / batches.total_tokens)
         share = getattr(corpus, "weight", 1.0) * total_bytes / batches.total_tokens
-        error = sums.mean(batch_sums, counts).error
+        error = sums.mean(nats, counts).error
         if error is not None:
             errors.append(bits_per_byte(error * batches.total_tokens, total_bytes))
         return total / batches.total_tokens, bits_per_byte(total, total_bytes), share
 
     errors: list[float] = []
+    accuracies: list[float] = []
     if not data.mixture:
         loss, bits, _ = measured(data)
         error = {"bits_per_byte_error": errors[0]} if errors else {}
-        return {"loss": loss, "bits_per_byte": bits, **error}
+        accuracy = {"accuracy": accuracies[0]} if masked else {}
+        return {"loss": loss, "bits_per_byte": bits, **error, **accuracy}
     values = {"loss": 0.0, "bits_per_byte": 0.0}
     token_bytes = 0.0
     for corpus in data.mixture:
@@ -75,7 +94,7 @@ def losses(
     # Of the mixture: its nats by its bytes.  A mean of the corpora's bits would count a byte by
     # its corpus.
     values["bits_per_byte"] = bits_per_byte(values["loss"], token_bytes)
-    return values
+    return values | ({"accuracy": sum(accuracies)} if masked else {})
 
 
 def bits_per_byte(total_nll_nats: float, total_bytes: float) -> float:

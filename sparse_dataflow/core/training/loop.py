@@ -451,7 +451,8 @@ class Trainer:
             values = held_out.losses(
                 self._data,
                 windows,
-                lambda batches: held_out.nats(self.programs, state, map(self._put, batches)),
+                lambda batches: held_out.batch_sums(self.programs, state, map(self._put, batches)),
+                self.training.hides_tokens,
             )
             return self.write(kind, values)
 

@@ -153,7 +153,7 @@ class Compiled:
       train_step: (state without its rest, the rest, batch, learning rate) -> (state without its
         rest, StepReport); donates the state. With training.skip_spikes it also takes the highest
         accepted loss.
-      eval_step: (params, the rest, batch with weights) -> sum of weighted losses, in nats.
+      eval_step: (params, the rest, batch with weights) -> metrics of `whole.evaluation`.
       seconds: compile time.
       place_layouts: what is not trained, with canonical layouts in numpy -> with layouts as the
         programs take them; fixed if the programs are specialised to them.

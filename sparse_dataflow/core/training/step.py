@@ -165,9 +165,9 @@ def jitted_train_step(
 
 
 def make_eval_step(model: ModelConfig, executor: TracedExecutor = SINGLE_DEVICE) -> Callable:
-    """Returns (params, the rest, batch with weights) -> sum of weighted losses, float32 [] nats.
+    """Returns (params, the rest, batch with weights) -> metrics of `whole.evaluation`.
 
     Args:
-      executor: computes the loss.
+      executor: computes them.
     """
-    return functools.partial(executor.loss, model.dropless())
+    return functools.partial(executor.evaluation, model.dropless())

@@ -55,6 +55,7 @@ from sparse_dataflow.core.training.saved_state import SavedState
 from sparse_dataflow.core.training.step import abstract_state, initial_state, jitted_train_step
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.data.batches import EvalBatches, TrainBatches
+from sparse_dataflow.data.masking import Masking
 from sparse_dataflow.monitoring.metrics import MetricsWriter
 from sparse_dataflow.pipeline.pipelined import Pipelined
 from sparse_dataflow.pipeline.stages import Division, divide
@@ -100,6 +101,7 @@ MODELS = {
     "rotated_depth": dataclasses.replace(
         DENSE, num_layers=3, density_by_depth=(1.0, 0.5, 1.0)
     ).with_linears(LinearSpec("block_sparse", "butterfly", 0.25, 4), ["qkv", "attn_out", "mlp_in"]),
+    "bidirectional": sparse("monarch", bidirectional=True, mask_documents=True),
     "masked": DENSE.with_linears(LinearSpec("masked", "masked", 0.5, 1, span=4)),
     "masked_and_stored": sparse("monarch").with_linears(
         LinearSpec("masked", "masked", 0.5, 4), ["attn_out", "mlp_in"]
@@ -211,6 +213,8 @@ OPTIONS = {
     "spikes_unclipped": {"skip_spikes": 4.0, "clip": 1e6},
     "answers": {"padded": True},
     "measured": {"measured": True},
+    # Hidden tokens, which the model predicts from both sides.
+    "hidden": {"objective": "masked", "mask_share": 0.4},
 }
 """What follows "+" in the name of a model -> changes of its training; rows are `padded` or not, and
 sections have metrics of `measured` or not."""
@@ -271,6 +275,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         **{"clip": CLIP, **changes},
     )  # fmt: skip
     model = adapted_model.with_adapters(model, training.adapter_rank, training.frozen_dtype)
+    model = dataclasses.replace(model, bidirectional=training.hides_tokens)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
     weights = rng.uniform(size=(BATCH, SEQUENCE)).astype(np.float32)
@@ -283,6 +288,14 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
     counted = weights / weights.sum() if training.adapter_rank or padded else None
     batches = [Rows(Batch.from_windows(rows, counted), BATCH) for rows in tokens]
     held_out = Rows(Batch.from_windows(tokens[0], weights), BATCH)
+    if training.hides_tokens:
+        text = model.vocab_size - 2
+        masking = Masking(text, text, text + 1, training)
+        numbers = range(BATCH)
+        batches = [
+            Rows(masking.training_batch(rows[:, :-1], numbers, BATCH), BATCH) for rows in tokens
+        ]
+        held_out = batches[0]
     teacher_model = dataclasses.replace(DENSE, vocab_size=model.vocab_size)
     params = gpt.init(teacher_model, jax.random.key(1))
     teacher = Teacher(teacher_model, params) if training.teacher else None
@@ -302,7 +315,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         reports.append(jax.device_get(report))
         first = first or canonical(executor, state, model)["moments"]
     rows = executor.put(held_out.example, BATCH)
-    loss = programs.eval_step(state.params, programs.rest(state), rows)
+    metrics = programs.eval_step(state.params, programs.rest(state), rows)
     return {
         "losses": [float(report.loss) for report in reports],
         "norms": [report.gradient_norms for report in reports],
@@ -312,7 +325,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         ],
         "first moments": first,
         **canonical(executor, state, model),
-        "eval": float(loss),
+        "eval": {name: metric.number() for name, metric in metrics.items()},
         "text": getattr(programs.train_step, "as_text", str)(),
     }
 

@@ -29,7 +29,7 @@ def test_zigzag_gives_every_device_equal_causal_attention(shards):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "documents"])
+@pytest.mark.parametrize("model", ["llama", "documents", "bidirectional"])
 def test_scores_of_some_tokens_are_those_of_one_device(model):
     texts = ["data:2,context:2,tensor:2/3/1", "fsdp:2,context:4/3/1"]
     assert max(executor_run("scores", model, *texts).values()) < 2e-6

@@ -35,6 +35,8 @@ ONCE = [
     # Stages whose devices have shares of each sequence, or of the features.
     ("sparse", "halves,on:4,stage:2,context:2/0/2/1f1b/1", "on:4,stage:2,feature:2/0/2/1f1b/1"),
     ("dense+spikes_unclipped", "relay,eager/device/2"),
+    # Attention in both directions, and the accuracy of evaluations.
+    ("documents+hidden", "relay/device/2"),
 ]
 DAILY = [
     # "multi_query" has fewer key/value heads than the axis tensor has devices.
@@ -71,6 +73,10 @@ DAILY = [
     ("llama+answers", "on:4,stage:2,fsdp:2/2/2/interleaved/1"),
     ("experts_alone+answers", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
     ("packed+answers", "relay/device/2"),
+    ("packed+hidden", "on:4,context:2,tensor:2/0/1", "on:4,stage:2,fsdp:2/2/2/1f1b/1"),
+    ("experts_alone+hidden", "on:4,data:2,fsdp:2/3/2", "relay/host/2"),
+    ("sparse+hidden", "on:4,feature:2,tensor:2/0/1", "on:4,stage:2,context:2/0/2/1f1b/1"),
+    ("llama+hidden", "relay,data:2/device/2"),
     ("experts+answers", "relay/device/2"),
     # Stages whose blocks are of several kinds: windows, rotary positions, remat, density.
     ("gemma3", "on:2,stage:2/0/2/1f1b/1", "on:4,stage:2,tensor:2/3/2/interleaved/1/2+1"),

@@ -15,13 +15,13 @@ from sparse_dataflow.chips.tpu import splash
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.core.ops.attention import attention_op as api
 from sparse_dataflow.core.ops.attention import attention_op as reference
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.files.errors import UserError
 
 SUITE = {
     "reference": reference.plain_attention,
-    "xla": functools.partial(causal_attention, implementation="xla"),
-    "splash": functools.partial(splash.causal_attention, interpret=True),
+    "xla": functools.partial(self_attention, implementation="xla"),
+    "splash": functools.partial(splash.self_attention, interpret=True),
 }
 every_implementation = pytest.mark.parametrize("name", SUITE)
 
@@ -150,7 +150,7 @@ def test_gradients_match_finite_differences(name, tokens, argument):
 
 def test_no_gradient_from_the_past_to_the_future():
     operands = draw((1, 6, 2, 4), "float32")
-    per_query = lambda *a: causal_attention(*a).sum((0, 2, 3))  # noqa: E731
+    per_query = lambda *a: self_attention(*a).sum((0, 2, 3))  # noqa: E731
     for jacobian in jax.jit(jax.jacrev(per_query, argnums=(1, 2)))(*operands):
         reach = np.abs(jacobian).sum((1, 3, 4))  # [query position, key position]
         assert np.all(reach[np.triu_indices(6, 1)] == 0)
@@ -179,19 +179,19 @@ def log(monkeypatch):
 )
 def test_a_named_implementation_that_cannot_run_is_refused_in_words(implementation, message):
     with pytest.raises(UserError, match=message):
-        causal_attention(*draw((1, 4, 1, 8), "float32"), implementation)
+        self_attention(*draw((1, 4, 1, 8), "float32"), implementation)
 
 
 def test_operands_of_unequal_shape_are_refused_in_words():
     query, key, value = draw((1, 4, 1, 8), "float32")
     with pytest.raises(UserError, match=r"got float32 \[1, 4, 1, 8\], float32 \[1, 3, 1, 8\]"):
-        causal_attention(query, key[:, :3], value)
+        self_attention(query, key[:, :3], value)
     with pytest.raises(UserError, match="fewer heads, of which the query's are a multiple"):
-        causal_attention(query, *(jnp.repeat(a, 2, axis=2) for a in (key, value)))
+        self_attention(query, *(jnp.repeat(a, 2, axis=2) for a in (key, value)))
     with pytest.raises(UserError, match="window is -1; legal: 1 or more tokens"):
-        causal_attention(query, key, value, window=-1)
+        self_attention(query, key, value, window=-1)
     with pytest.raises(UserError, match="one dtype"):
-        causal_attention(query, key, value.astype(np.float16))
+        self_attention(query, key, value.astype(np.float16))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_cudnns_own_refusal_becomes_the_reason(monkeypatch, log):
 def test_a_gradient_on_a_cpu_saves_one_array_of_weights(shape, dtype):
     batch, tokens, heads, _ = shape
     query, key, value = draw(shape, dtype, kv_heads=heads // 2)
-    _, pull = jax.vjp(functools.partial(causal_attention, implementation="xla"), query, key, value)
+    _, pull = jax.vjp(functools.partial(self_attention, implementation="xla"), query, key, value)
     scores = [leaf for leaf in jax.tree.leaves(pull) if leaf.size >= batch * heads * tokens**2]
     assert [leaf.dtype for leaf in scores] == [dtype]
 
@@ -235,7 +235,7 @@ def test_a_gradient_on_a_cpu_saves_one_array_of_weights(shape, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("window", [0, 1, 5])
 def test_forward_and_reverse_mode_agree_on_a_cpu(dtype, window):
-    attend = functools.partial(causal_attention, implementation="xla", window=window)
+    attend = functools.partial(self_attention, implementation="xla", window=window)
     operands = draw((2, 12, 4, 8), dtype, kv_heads=2)
     moves = draw((2, 12, 4, 8), dtype, 1, kv_heads=2)
     y, moved = jax.jvp(attend, operands, moves)

@@ -79,7 +79,7 @@ def test_chunks_have_the_result_and_the_gradients_of_the_reference(
     operands = draw(tokens, kv_heads * group, kv_heads)
     how = {"window": window, "cap": cap}
     how["documents"] = documents_of(tokens, count) if count else None
-    ours = jax.jit(lambda *a: with_gradients(functools.partial(api.causal_attention, **how), a))
+    ours = jax.jit(lambda *a: with_gradients(functools.partial(api.self_attention, **how), a))
     exact = with_gradients(functools.partial(reference.plain_attention, **how), operands)
     assert_equal(ours(*operands), exact)
 
@@ -88,7 +88,7 @@ def test_chunks_have_the_result_and_the_gradients_of_the_reference(
 def test_chunks_in_bfloat16_sum_in_float32():
     shape = (1, 1024, 1, 8)
     zeros, values = jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
-    result = np.asarray(api.causal_attention(zeros, zeros, values), np.float32)
+    result = np.asarray(api.self_attention(zeros, zeros, values), np.float32)
     np.testing.assert_allclose(result, 1, rtol=2**-7)
 
 
@@ -98,7 +98,7 @@ def test_no_scores_beyond_a_chunk_exist_for_many_tokens():
     marks = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
 
     def loss(query, key, value, documents):
-        return api.causal_attention(query, key, value, documents=documents).sum()
+        return api.self_attention(query, key, value, documents=documents).sum()
 
     program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*[shape] * 3, marks).compile()
     array, chunk = tokens * heads * 16 * 4, heads * dot_product.CHUNK**2 * 4
@@ -110,14 +110,14 @@ def test_no_scores_beyond_a_chunk_exist_for_many_tokens():
 def test_splash_attention_of_documents_is_that_of_the_reference(heads, kv_heads, window):
     operands = draw(256, heads, kv_heads, width=64)
     how = {"window": window, "documents": documents_of(256, 5)}
-    ours = jax.jit(functools.partial(splash.causal_attention, interpret=True, **how))(*operands)
+    ours = jax.jit(functools.partial(splash.self_attention, interpret=True, **how))(*operands)
     exact = reference.plain_attention(*operands, **how)
     np.testing.assert_allclose(ours, exact, atol=2e-6)
 
 
 def test_splash_attention_of_documents_has_the_gradients_of_the_reference():
     operands, how = draw(256, 2, 1, width=32, rows=1), {"documents": documents_of(256, 4, rows=1)}
-    attend = functools.partial(splash.causal_attention, interpret=True, **how)
+    attend = functools.partial(splash.self_attention, interpret=True, **how)
     exact = with_gradients(functools.partial(reference.plain_attention, **how), operands)
     assert_equal(jax.jit(lambda *a: with_gradients(attend, a))(*operands), exact)
 

@@ -12,7 +12,7 @@ import pytest
 from simulated_hopper import targeted_gpu
 
 from sparse_dataflow.core.ops.attention import dot_product
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 
 pytest.importorskip(
     "jax_cuda13_plugin", reason="compiling for a GPU needs 'sparse_dataflow[cuda]': make aot-gpu"
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 
 def gradients(query, key, value, dy):
-    y, pullback = jax.vjp(causal_attention, query, key, value)
+    y, pullback = jax.vjp(self_attention, query, key, value)
     return y, *pullback(dy)
 
 
@@ -38,7 +38,7 @@ def test_cudnn_attention_of_documents_compiles_without_materializing_the_scores(
     tokens, heads, kv_heads = 8192, 32, 8
 
     def packed(query, key, value, documents):
-        attend = functools.partial(causal_attention, documents=documents)
+        attend = functools.partial(self_attention, documents=documents)
         return jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), (0, 1, 2))(
             query, key, value
         )

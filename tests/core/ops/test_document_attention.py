@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from marks import examples, some
 
 from sparse_dataflow.core.ops.attention import attention_op as reference
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 
 
@@ -20,7 +20,7 @@ def test_a_document_ends_with_its_end_of_text():
 
 @jax.jit
 def together(operands, dy, documents):
-    y, pull = jax.vjp(lambda *a: causal_attention(*a, documents=documents), *operands)
+    y, pull = jax.vjp(lambda *a: self_attention(*a, documents=documents), *operands)
     return y, *pull(dy)
 
 
@@ -51,7 +51,7 @@ def test_documents_attend_as_if_each_were_alone(ends, seed):
 def test_a_window_limits_documents_too(window):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 6, 1, 4)).astype(np.float32) for _ in range(3))
-    result = causal_attention(q, k, v, window=window, documents=np.zeros((1, 6), np.int32))
+    result = self_attention(q, k, v, window=window, documents=np.zeros((1, 6), np.int32))
     last = slice(6 - window, 6)
     exact = reference.plain_attention(q[:, last], k[:, last], v[:, last])
     np.testing.assert_allclose(result[:, -1], exact[:, -1], rtol=1e-4)

@@ -8,7 +8,7 @@ import pytest
 from described_tpus import TOPOLOGIES, compiled, described, nightly
 
 from sparse_dataflow.core.executors.context import zigzag
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention, shard_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention, shard_attention
 from sparse_dataflow.runs.run_config import SIZES
 
 pytest.importorskip(
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def gradients(query, key, value, dy):
-    y, pullback = jax.vjp(causal_attention, query, key, value)
+    y, pullback = jax.vjp(self_attention, query, key, value)
     return y, *pullback(dy)
 
 
@@ -48,7 +48,7 @@ def test_splash_attention_of_documents_compiles_without_materializing_the_scores
     tokens, heads, kv_heads = 8192, 32, 8
 
     def packed(query, key, value, documents):
-        attend = functools.partial(causal_attention, window=4096, documents=documents)
+        attend = functools.partial(self_attention, window=4096, documents=documents)
         return jax.grad(lambda *a: attend(*a).astype(jnp.float32).sum(), (0, 1, 2))(
             query, key, value
         )

@@ -10,7 +10,7 @@ from described_tpus import TOPOLOGIES, compiled, described, nightly
 from sparse_dataflow.chips.tpu import heads
 from sparse_dataflow.compile import hlo
 from sparse_dataflow.core.layouts import patterns
-from sparse_dataflow.core.ops.attention.attention_op import causal_attention
+from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.residual_norm.residual_norm_op import Norm, Operands, residual_norm
 
 pytest.importorskip(
@@ -54,11 +54,11 @@ def test_heads_are_split_in_fewer_bytes_than_by_their_definition(name):
     cotangent = struct(2, TOKENS, HEADS, HEAD_WIDTH)
 
     def tiled(y, bias):
-        return causal_attention(*heads.split(bias, y, 1, HEAD_WIDTH))
+        return self_attention(*heads.split(bias, y, 1, HEAD_WIDTH))
 
     def plain(y, bias):
         parts = (y + bias).reshape(2, TOKENS, HEADS, 3, HEAD_WIDTH)
-        return causal_attention(*jnp.moveaxis(parts, 3, 0))
+        return self_attention(*jnp.moveaxis(parts, 3, 0))
 
     first, second = (
         sum(k.bytes for k in moved(split, ((y, bias), cotangent), name)) for split in (tiled, plain)

@@ -73,7 +73,7 @@ def test_evaluation_drops_no_choice():
         lambda p: whole.loss(dropless, weights_of(p, tables), Batch.from_windows(tokens, weights))
     )(params)
     batch = Batch.from_windows(tokens, weights)
-    loss = jax.jit(make_eval_step(MODEL))(params, tables, batch)
+    loss = jax.jit(make_eval_step(MODEL))(params, tables, batch)["loss"].total
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 

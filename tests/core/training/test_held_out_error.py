@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.training import held_out
+from sparse_dataflow.core.training.held_out import BatchSums
 
 WINDOWS = types.SimpleNamespace(total_tokens=640)
 DATA = types.SimpleNamespace(mixture=())
 
 
 def with_equal_counts(each):
-    return [(nats, 640 / len(each)) for nats in each]
+    return [BatchSums(nats, 640 / len(each)) for nats in each]
 
 
 @given(st.lists(st.floats(0.1, 50), min_size=2, max_size=30))
@@ -29,13 +30,15 @@ def test_the_error_is_that_of_a_sum_of_independent_batches(each):
 
 @pytest.mark.parametrize("last", [1, 63, 64])
 def test_a_smaller_last_batch_of_the_same_loss_has_no_spread(last):
-    pairs = [(2.0 * count, float(count)) for count in (64, 64, 64, last)]
+    pairs = [BatchSums(2.0 * count, float(count)) for count in (64, 64, 64, last)]
     values = held_out.losses(DATA, lambda corpus: (WINDOWS, 2000), lambda batches: pairs)
     assert values["bits_per_byte_error"] == pytest.approx(0, abs=1e-12)
 
 
 def test_one_batch_has_no_error():
-    values = held_out.losses(DATA, lambda corpus: (WINDOWS, 2000), lambda batches: [(3.0, 640.0)])
+    values = held_out.losses(
+        DATA, lambda corpus: (WINDOWS, 2000), lambda batches: [BatchSums(3.0, 640.0)]
+    )
     assert set(values) == {"loss", "bits_per_byte"}
 
 
@@ -47,11 +50,16 @@ def test_larger_differences_between_batches_have_a_larger_error(spread):
     assert large == pytest.approx(2 * small)
 
 
+SUMS = BatchSums(640, 640), BatchSums(960, 640)
+
+
 @pytest.mark.parametrize("weights", [(0.75, 0.25), (0.5, 0.5), (0.1, 0.9)])
 def test_the_loss_of_a_mixture_weighs_its_corpora(weights):
     corpora = [
-        types.SimpleNamespace(name=name, weight=weight, windows=(WINDOWS, size), nats=[nats])
-        for name, weight, size, nats in zip("ab", weights, (2000, 500), ((640, 640), (960, 640)))
+        types.SimpleNamespace(
+            name=name, weight=weight, windows=(WINDOWS, size), nats=[BatchSums(*nats)]
+        )
+        for name, weight, size, nats in zip("ab", weights, (2000, 500), SUMS)
     ]
     data = types.SimpleNamespace(mixture=corpora)
     next_corpora = iter(corpora)
@@ -61,3 +69,16 @@ def test_the_loss_of_a_mixture_weighs_its_corpora(weights):
     assert (values["loss/a"], values["loss/b"]) == (1.0, 1.5)
     assert values["loss"] == pytest.approx(loss)
     assert values["bits_per_byte"] == pytest.approx(loss / token_bytes / math.log(2))
+
+
+def test_the_accuracy_of_a_mixture_weighs_its_corpora():
+    corpora = [
+        types.SimpleNamespace(weight=weight, windows=(WINDOWS, 9), name=name, nats=[sums])
+        for name, weight, sums in (
+            ("a", 0.25, BatchSums(1.0, 640.0, 64.0)),
+            ("b", 0.75, BatchSums(1.0, 640.0, 320.0)),
+        )
+    ]
+    data, order = types.SimpleNamespace(mixture=corpora), iter(corpora)
+    values = held_out.losses(data, lambda c: c.windows, lambda b: next(order).nats, masked=True)
+    assert values["accuracy"] == pytest.approx(0.25 * 0.1 + 0.75 * 0.5)

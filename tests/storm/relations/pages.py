@@ -165,8 +165,9 @@ def last_evaluation_is_the_loss_of_the_saved_model(world: World):
     need(not corpus.mixture, "a mixture")
     _, held_out = corpus_tokens(corpus, model, answers)
     forward, limits = scoring.single_device_forward(model), scoring.batch_limits(model)
-    losses, _, _ = evaluate.held_out_losses(model, forward, limits, held_out, answers)
-    sampled = len(losses) > SAMPLE_WINDOWS * config.training.sequence
+    losses = evaluate.held_out_scores(model, forward, limits, held_out, answers).losses
+    count = len(held_out) if config.training.hides_tokens else len(losses)
+    sampled = count > SAMPLE_WINDOWS * config.training.sequence
     need(config.run.evaluate == "all" or not sampled, "the last row is of a sample")
     variant = run.config.variants[0]
     final = [row for row in rows(run.folder, variant) if row["kind"] == "final"][-1]

@@ -1,4 +1,4 @@
-"""Causal self-attention: its definition, and the choice of one implementation per platform."""
+"""Self-attention: its definition, and the choice of one implementation per platform."""
 
 import importlib
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention import dot_product
-from sparse_dataflow.core.ops.attention.dot_product import Tokens
+from sparse_dataflow.core.ops.attention.dot_product import Sight, Tokens
 from sparse_dataflow.files.errors import UserError
 
 
@@ -20,10 +20,11 @@ def plain_attention(
     window: int = 0,
     cap: float = 0.0,
     documents: jax.Array | None = None,
+    bidirectional: bool = False,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
 
-    Arrays are as in `attention_op.causal_attention`.  Scores, and a key for each query head, are
+    Arrays are as in `attention_op.self_attention`.  Scores, and a key for each query head, are
     materialized.
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -33,6 +34,8 @@ def plain_attention(
     seen = jnp.tri(query.shape[1], dtype=bool)
     if window:
         seen &= ~jnp.tri(query.shape[1], k=-window, dtype=bool)
+    if bidirectional:
+        seen |= seen.T
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     scores /= math.sqrt(query.shape[-1])
@@ -45,7 +48,7 @@ def plain_attention(
 IMPLEMENTATIONS = ("reference", "xla", "cudnn", "splash")
 
 
-def causal_attention(
+def self_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -54,8 +57,9 @@ def causal_attention(
     window: int = 0,
     cap: float = 0.0,
     documents: jax.Array | None = None,
+    bidirectional: bool = False,
 ) -> jax.Array:
-    """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask; differentiable.
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask, or none; differentiable.
 
     Args:
       query: float [batch, tokens, heads, head_dim].
@@ -64,10 +68,12 @@ def causal_attention(
       value: like key.
       implementation: one of IMPLEMENTATIONS, or None to choose: cuDNN on a GPU, splash attention on
         a TPU, else XLA.  XLA is also the fallback; a refusal is logged once.
-      window: tokens that each query sees, itself and those before it; 0 is all.
+      window: tokens that each query sees, itself and those before it; 0 is all.  With
+        `bidirectional` it sees as many after it.
       cap: the scores s become cap * tanh(s / cap) before the softmax; 0 leaves them.
       documents: int32 [batch, tokens], see `dot_product.document_numbers`: a query sees keys of its
         own document; None for one document.
+      bidirectional: whether a query also sees the keys after it.
 
     Returns:
       [batch, tokens, heads, head_dim] in query's dtype; the softmax runs in float32.
@@ -76,17 +82,20 @@ def causal_attention(
       UserError: if shapes or dtypes disagree, or a named implementation cannot run.
     """
     _check(query, key, value, window)
-    name = implementation or _choose(query, key, window, cap, documents)
-    if implementation and (reason := _refusal(name, query, key, window, cap, documents)):
+    # An implementation that was named must run; the fastest one may give way to XLA.
+    name = implementation or _choose(query, key, window, cap, documents, bidirectional)
+    reason = implementation and _refusal(name, query, key, window, cap, documents, bidirectional)
+    if reason:
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
-        return plain_attention(query, key, value, window, cap, documents)
+        return plain_attention(query, key, value, window, cap, documents, bidirectional)
     if name == "splash":
-        return _splash().causal_attention(query, key, value, window, cap, documents)
+        return _splash().self_attention(query, key, value, window, cap, documents, bidirectional)
     if name == "cudnn":
-        return dot_product.cudnn_attention(query, key, value, window, documents)
+        return dot_product.cudnn_attention(query, key, value, window, documents, bidirectional)
     tokens = Tokens(jnp.arange(query.shape[1]), documents)
-    return dot_product.xla_attention(query, key, value, tokens, tokens, window, cap)
+    sight = Sight(window, bidirectional)
+    return dot_product.xla_attention(query, key, value, tokens, tokens, sight, cap)
 
 
 def shard_attention(
@@ -99,8 +108,9 @@ def shard_attention(
     window: int = 0,
     cap: float = 0.0,
     documents: jax.Array | None = None,
+    bidirectional: bool = False,
 ) -> jax.Array:
-    """Compute `causal_attention` of the queries of one shard of a sequence to all keys.
+    """Compute `self_attention` of the queries of one shard of a sequence to all keys.
 
     Runs splash attention on a TPU, else XLA.
 
@@ -110,13 +120,15 @@ def shard_attention(
       value: like key.
       order: int32 [shards, tokens / shards], positions of the queries of each shard.
       shard: int32 [], index of the shard; traced.
-      window: see `causal_attention`.
-      cap: see `causal_attention`.
-      documents: of all tokens; see `causal_attention`.
+      window: see `self_attention`.
+      cap: see `self_attention`.
+      documents: of all tokens; see `self_attention`.
+      bidirectional: see `self_attention`.
 
     Returns:
       Like query.
     """
+    # The queries of a shard lie apart, so masks need their positions.
     at = jnp.asarray(order)[shard]
     local_documents = None if documents is None else jnp.take(documents, at, axis=1)
     fastest = _fastest()
@@ -127,10 +139,11 @@ def shard_attention(
     dispatch.log_choice("shard_attention", name, dispatch.platform(), reason)
     if name == "splash":
         both = None if documents is None else (local_documents, documents)
-        return _splash().shard_attention(query, key, value, order, shard, window, cap, both)
-    keys = Tokens(jnp.arange(key.shape[1]), documents)
+        operands = query, key, value, order, shard
+        return _splash().shard_attention(*operands, window, cap, both, bidirectional)
+    keys, sight = Tokens(jnp.arange(key.shape[1]), documents), Sight(window, bidirectional)
     return dot_product.xla_attention(
-        query, key, value, Tokens(at, local_documents), keys, window, cap
+        query, key, value, Tokens(at, local_documents), keys, sight, cap
     )
 
 
@@ -153,15 +166,15 @@ def _fastest():
     return platforms.ATTENTION.get(dispatch.platform(), "xla")
 
 
-def _choose(query, key, window=0, cap=0.0, documents=None):
+def _choose(query, key, *settings):
     fastest = _fastest()
-    reason = _refusal(fastest, query, key, window, cap, documents)
+    reason = _refusal(fastest, query, key, *settings)
     name = "xla" if reason else fastest
-    dispatch.log_choice("causal_attention", name, dispatch.platform(), reason)
+    dispatch.log_choice("self_attention", name, dispatch.platform(), reason)
     return name
 
 
-def _refusal(name, query, key, window, cap=0.0, documents=None):
+def _refusal(name, query, key, window=0, cap=0.0, documents=None, bidirectional=False):
     """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
         return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
@@ -172,7 +185,7 @@ def _refusal(name, query, key, window, cap=0.0, documents=None):
     if name == "cudnn" and cap:
         return "cuDNN has no soft cap of scores."
     if name == "cudnn":
-        return dot_product.cudnn_refusal(query, key, window, documents)
+        return dot_product.cudnn_refusal(query, key, window, documents, bidirectional)
     if name == "splash":
         return _splash().splash_refusal(query) or dispatch.sharding_refusal()
     return ""

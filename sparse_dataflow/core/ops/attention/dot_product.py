@@ -1,4 +1,4 @@
-"""Causal attention through XLA, and through cuDNN's flash kernels on NVIDIA GPUs.
+"""Attention through XLA, and through cuDNN's flash kernels on NVIDIA GPUs.
 
 `chunked_attention` has the scores of one chunk of queries and keys at a time.  The softmax runs
 online over chunks of keys (arXiv 2112.05682), and the backward pass computes the scores again from
@@ -43,18 +43,34 @@ class Tokens(NamedTuple):
     documents: jax.Array | None = None
 
 
-def visible(queries: Tokens, keys: Tokens, window: int = 0) -> jax.Array:
+class Sight(NamedTuple):
+    """How far a query sees in its document; fields as in `attention_op.self_attention`."""
+
+    window: int = 0
+    bidirectional: bool = False
+
+
+CAUSAL, ALL = Sight(), Sight(bidirectional=True)
+"""A query sees its own key and all keys before it, or all keys."""
+
+_PADDING = jnp.iinfo(jnp.int32).max
+"""Position of the padding of chunks."""
+
+
+def visible(queries: Tokens, keys: Tokens, sight: Sight = CAUSAL) -> jax.Array:
     """Returns whether each query sees each key: bool [batch or 1, 1, queries, keys].
 
     Args:
       queries: of T queries.
       keys: of S keys; both have documents, or neither.
-      window: see `attention_op.causal_attention`.
+      sight: of the queries.
     """
     distance = queries.positions[:, None] - keys.positions
+    if sight.bidirectional:
+        distance = jnp.where(keys.positions < _PADDING, jnp.abs(distance), -1)
     seen = distance >= 0
-    if window:
-        seen &= distance < window
+    if sight.window:
+        seen &= distance < sight.window
     if queries.documents is None or keys.documents is None:
         return seen[None, None]
     within = queries.documents[:, None, :, None] == keys.documents[:, None, None, :]
@@ -67,19 +83,19 @@ def chunked_attention(
     value: jax.Array,
     queries: Tokens,
     keys: Tokens,
-    window: int = 0,
+    sight: Sight = CAUSAL,
     cap: float = 0.0,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v over the keys that are `visible`; differentiable.
 
     Args:
       query: float [batch, T, heads, head_dim].
-      key: [batch, S, kv heads, head_dim]; see `attention_op.causal_attention`.
+      key: [batch, S, kv heads, head_dim]; see `attention_op.self_attention`.
       value: like key.
       queries: the tokens of the queries, each of which sees a key.
       keys: those of the keys.
-      window: see `attention_op.causal_attention`.
-      cap: see `attention_op.causal_attention`.
+      sight: of the queries.
+      cap: see `attention_op.self_attention`.
 
     Returns:
       [batch, T, heads, head_dim] in query's dtype; the softmax runs in float32 or wider.
@@ -87,7 +103,7 @@ def chunked_attention(
     batch, length, _, width = query.shape
     grouped = query.reshape(batch, length, key.shape[2], -1, width)
     operands = _chunks(grouped), *map(_chunks, (key, value)), _marks(queries), _marks(keys)
-    result = _attend(window, cap, *operands)
+    result = _attend(sight, cap, *operands)
     return _joined(result, length).reshape(query.shape)
 
 
@@ -104,7 +120,7 @@ def _chunks(array, fill=0):
 
 def _marks(tokens):
     """Returns tokens in chunks; padding comes after all others, and is a document of its own."""
-    positions = _chunks(tokens.positions[None], jnp.iinfo(jnp.int32).max)[:, 0]
+    positions = _chunks(tokens.positions[None], _PADDING)[:, 0]
     return Tokens(positions, None if tokens.documents is None else _chunks(tokens.documents, -1))
 
 
@@ -116,12 +132,12 @@ def _joined(chunks, length):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
+def _attend(sight, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
     operands = query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys
-    return _forward(window, cap, *operands)[0]
+    return _forward(sight, cap, *operands)[0]
 
 
-def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
+def _forward(sight, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys):
     wide = jnp.promote_types(query_CxBxTxNxGxK.dtype, jnp.float32)
 
     def attend_queries(chunk):
@@ -130,7 +146,7 @@ def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, que
 
         def attend_keys(carry, chunk):
             k, v, key_at = chunk
-            seen = visible(at, key_at, window)
+            seen = visible(at, key_at, sight)
 
             def add(largest, total, weighted):
                 scores = _scores(q, k, seen, cap)[0]
@@ -163,7 +179,7 @@ def _forward(window, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, que
     return result, residuals
 
 
-def _backward(window, cap, residuals, gradient_CxBxTxNxGxK):
+def _backward(sight, cap, residuals, gradient_CxBxTxNxGxK):
     query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, queries, keys, result, log_sums = residuals
     wide = log_sums.dtype
     # The gradient of a softmax subtracts the mean of its output's gradient.
@@ -178,7 +194,7 @@ def _backward(window, cap, residuals, gradient_CxBxTxNxGxK):
         def add_queries(carry, chunk):
             dq, dk, dv = carry
             i, q, dy, at, log_sum, mean = chunk
-            seen = visible(at, key_at, window)
+            seen = visible(at, key_at, sight)
 
             def gradients():
                 scores, slope = _scores(q, k, seen, cap)
@@ -237,15 +253,15 @@ def xla_attention(
     value: jax.Array,
     queries: Tokens,
     keys: Tokens,
-    window: int = 0,
+    sight: Sight = CAUSAL,
     cap: float = 0.0,
 ) -> jax.Array:
     """Compute `chunked_attention`; up to DENSE_TOKENS keys, or of a symbolic number of
     `jax.export`, all scores at once."""
     if isinstance(key.shape[1], int) and key.shape[1] > DENSE_TOKENS:
-        return chunked_attention(query, key, value, queries, keys, window, cap)
+        return chunked_attention(query, key, value, queries, keys, sight, cap)
     # Kernels and chunks name what their own backward passes read: a second name would keep a copy.
-    mask = visible(queries, keys, window)
+    mask = visible(queries, keys, sight)
     if dispatch.on(platforms.ATTENTION_SCORES) and not cap and isinstance(key.shape[1], int):
         on_cpu = importlib.import_module("sparse_dataflow.chips.cpu.attention")
         attended = on_cpu.attention(query, key, value, mask)
@@ -260,8 +276,9 @@ def cudnn_attention(
     value: jax.Array,
     window: int = 0,
     documents: jax.Array | None = None,
+    bidirectional: bool = False,
 ) -> jax.Array:
-    """Compute `attention_op.causal_attention` without the scores.
+    """Compute `attention_op.self_attention` without the scores.
 
     cuDNN takes documents as a mask of each query and key, which all heads and layers share.
     """
@@ -273,8 +290,8 @@ def cudnn_attention(
         key,
         value,
         mask=mask,
-        is_causal=True,
-        local_window_size=(window - 1, 0) if window else None,
+        is_causal=not bidirectional,
+        local_window_size=(window - 1, bidirectional * (window - 1)) if window else None,
         implementation="cudnn",
     )
 
@@ -289,7 +306,7 @@ def masked_attention(
       key: [batch, keys, kv heads, head_dim].
       value: like key.
       mask: bool, broadcastable to [batch, heads, queries, keys], whether a query sees a key.
-      cap: see `attention_op.causal_attention`.
+      cap: see `attention_op.self_attention`.
 
     Returns:
       [batch, queries, heads, head_dim] in query's dtype.
@@ -310,7 +327,11 @@ def masked_attention(
 
 
 def cudnn_refusal(
-    query: jax.Array, key: jax.Array, window: int = 0, documents: jax.Array | None = None
+    query: jax.Array,
+    key: jax.Array,
+    window: int = 0,
+    documents: jax.Array | None = None,
+    bidirectional: bool = False,
 ) -> str:
     """Return why cuDNN cannot run such operands, in jax's words; empty if it can."""
     batch, tokens = query.shape[:2]
@@ -324,7 +345,7 @@ def cudnn_refusal(
     marks = None if documents is None else jax.ShapeDtypeStruct(documents.shape, documents.dtype)
 
     def attend(query, key, documents):
-        return cudnn_attention(query, key, key, window, documents)
+        return cudnn_attention(query, key, key, window, documents, bidirectional)
 
     try:
         jax.eval_shape(attend, *operands, marks)

@@ -39,8 +39,8 @@ def cached_attention(
     Args:
       positions_BxT: int32, the place of each new token, which sees itself and the places before.
         A token without a place, at S or later, is not written and sees the cache.
-      window: see `attention_op.causal_attention`.
-      cap: see `attention_op.causal_attention`.
+      window: see `attention_op.self_attention`.
+      cap: see `attention_op.self_attention`.
       has_room: whether all tokens have a place: fewer kernels.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform.
 
