@@ -13,7 +13,7 @@ rematerialisation) by the planner's cost model, after arXiv 2312.12705. Needs no
 Prints the ten best with their days, memory and ties, the terms of the best one, how much each
 choice decides, and the commands that train under the recommended plan. Where the compiler for the
 chips is installed (make aot-tpu), the ten are compiled, and the table says which of them fit.
-Writes OUT/search.html, OUT/trials.csv, OUT/sensitivity.png and OUT/roofline.png.
+Writes OUT/search.html and OUT/trials.csv.
 """
 
 import dataclasses

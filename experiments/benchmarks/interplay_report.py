@@ -19,8 +19,8 @@ from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, PRIOR
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
 from sparse_dataflow.planner.step_time import step_time, with_passes
-from sparse_dataflow.reporting.figures import planner, png
 
+from ..planning import figures, png
 from . import interplay_step, prediction
 from .benchmark import named_model
 from .interplay_step import DENSITIES, Work
@@ -222,8 +222,8 @@ def _table(rows, chip):
 def _keep(options, rows, rooflines, chip, dtype, text, machine):
     folder = Path(options.out)
     folders.claim(folder, "interplay")
-    figures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
-    (folder / "interplay.md").write_text(f"# Interplay, {options.scale}\n\n{text}\n\n{figures}")
+    pictures = "![gains](interplay.png)\n\n![roofline](roofline.png)\n"
+    (folder / "interplay.md").write_text(f"# Interplay, {options.scale}\n\n{text}\n\n{pictures}")
     output.write_csv(folder / "interplay.csv", rows)
     panels = {
         order: {
@@ -242,7 +242,7 @@ def _keep(options, rows, rooflines, chip, dtype, text, machine):
     print(folder / "interplay.png")
     shown = {n: s for n, s in rooflines.items() if n.startswith(("dense", "0.125"))}
     title = f"{options.scale} on {chip.name}: sections of a block, forward, with their passes"
-    planner.roofline(folder / "roofline.png", chip, dtype, shown, title)
+    figures.roofline(folder / "roofline.png", chip, dtype, shown, title)
     print(folder / "roofline.png")
     if machine:
         settings = ("scale", "tokens", "block", "stages", "micro_batches", "rounds")
@@ -272,7 +272,7 @@ def _bars(
             width = 0.84 / len(groups)
             for number, (name, values) in enumerate(groups.items()):
                 x = np.arange(len(labels)) + (number - (len(groups) - 1) / 2) * width
-                drawn = axes.bar(x, values, 0.92 * width, color=planner.COLOURS[number], label=name)
+                drawn = axes.bar(x, values, 0.92 * width, color=figures.COLOURS[number], label=name)
                 axes.bar_label(drawn, fmt="%.1f", fontsize=6.5)
             axes.set_xticks(range(len(labels)), labels)
             axes.grid(False, axis="x")

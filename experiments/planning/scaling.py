@@ -12,7 +12,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner import search
-from sparse_dataflow.reporting.figures import planner, png
+
+from . import figures, png
 
 MODELS = {"22b": ("22b", 1.0), "175b": ("175b", 1.0), "1t": ("1t", 1.0), "13b 1/8": ("13b", 0.125)}
 """Label -> (scale, density)."""
@@ -129,10 +130,10 @@ def _plot(
     with png.figure(path, width, 3.3, title, columns=columns, sharey=True) as (figure, [row]):
         for axes, (panel, lines) in zip(row, panels.items()):
             for label, line in lines.items():
-                colour, (sizes, values, _) = planner.COLOURS[labels.index(label)], zip(*line)
+                colour, (sizes, values, _) = figures.COLOURS[labels.index(label)], zip(*line)
                 axes.plot(sizes, values, color=colour, linewidth=1.2)
                 for count, value, limit in line:
-                    marker = planner.MARKERS[limits.index(limit) % len(planner.MARKERS)]
+                    marker = figures.MARKERS[limits.index(limit) % len(figures.MARKERS)]
                     axes.plot(count, value, marker, color=colour, ms=5, markeredgecolor="white")
             axes.set(xscale="log", title=panel, xlabel="chips")
             axes.set_ylim(0, 1.08 * max(value for _, value, _ in points))
@@ -141,4 +142,4 @@ def _plot(
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.tick_params(axis="x", labelsize=7)
         row[0].set(ylabel=ylabel)
-        planner.legend(figure, row[0], "-", labels, limits)
+        figures.legend(figure, row[0], "-", labels, limits)

@@ -10,7 +10,6 @@ from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.planner import bands, plan_memory, search, step_time
 from sparse_dataflow.planner.memory import USABLE
 from sparse_dataflow.reporting import search_page
-from sparse_dataflow.reporting.figures import planner
 
 SCALING = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of chips of the scaling curve, relative to those of the request."""
@@ -72,9 +71,9 @@ def _search(options, request, folder):
     for plan in plans[: options.explain]:
         print(f"\n{plan}\n{request.time(plan).explain()}")
         print(f"\nmemory of the fullest chip\n{_memory(request, plan)}")
-    effects, levels = _sensitivity(priced, folder)
+    effects, levels = _sensitivity(priced)
     chosen = plans[best.recommended]
-    models = _roofline(options, request, chosen, folder)
+    models = _roofline_models(options, request, chosen)
     command = launching.command(options, chosen, options.tokens)
     launcher = launching.launcher(options, chosen, options.tokens, request.chip)
     page = search_page.Page(
@@ -123,7 +122,7 @@ def _memory(request, plan):
     return f"{table}\n{'to use':<14}{usable:>12.3f} GiB"
 
 
-def _sensitivity(priced, folder):
+def _sensitivity(priced):
     values, levels = bands.decisions(priced)
     effects = bands.shapley_effects(values, list(levels))
     best = bands.best_by_level(values, levels)
@@ -132,14 +131,10 @@ def _sensitivity(priced, folder):
     for name, effect in effects.items():
         shares = ", ".join(f"{lv} {v / top:.2f}" for lv, v in best[name].items() if v > 0)
         print(f"  {name.replace('_', '-'):<12} {effect:>6.1%}   {shares}")
-    request = priced.request
-    title = f"What decides the throughput on {request.chips:,} {request.chip.name}"
-    planner.sensitivity(folder / "sensitivity.png", effects, best, title)
-    print(f"  {folder / 'sensitivity.png'}")
     return effects, bands.mean_by_level(values, levels)
 
 
-def _roofline(options, request, plan, folder):
+def _roofline_models(options, request, plan):
     models = {}
     sparse = options.density if options.density < 1 else 1 / 8
     for density in (1.0, sparse):
@@ -154,10 +149,4 @@ def _roofline(options, request, plan, folder):
             kind = "dense" if density == 1 else f"density {density:g}"
             label = f"{kind}, {'fused' if fused else 'unfused'}"
             models[label] = step_time.with_passes(time.sections)
-    title = (
-        f"{options.label} on {request.chip.name}: sections of a block, forward, with their passes"
-    )
-    path, dtype = folder / "roofline.png", request.config.compute_dtype
-    planner.roofline(path, request.chip, dtype, models, title)
-    print(f"  {path}")
     return models

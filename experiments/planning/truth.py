@@ -10,9 +10,8 @@ from sparse_dataflow.files import folders, output
 from sparse_dataflow.hardware import chips
 from sparse_dataflow.planner import bands
 from sparse_dataflow.planner.efficiency import EFFICIENCIES, Efficiency
-from sparse_dataflow.reporting.figures import planner, png
 
-from . import fitting, published, run_memory
+from . import figures, fitting, png, published, run_memory
 from .fitting import Error
 
 Constants = Mapping[str, Efficiency]
@@ -235,7 +234,7 @@ def _plot(
     with png.figure(path, 6.4, 4.6, title) as (_, [[axes]]):
         axes.fill_between(ends, ends * 0.9, ends * 1.1, color="#dddddd", linewidth=0)
         axes.plot(ends, ends, color="#666666", linewidth=0.8)
-        for colour, marker, (source, rows) in zip(planner.COLOURS, planner.MARKERS, points.items()):
+        for colour, marker, (source, rows) in zip(figures.COLOURS, figures.MARKERS, points.items()):
             for fitted in (False, True):
                 subset = [row for row in rows if row[2] == fitted]
                 axes.plot(
@@ -250,5 +249,5 @@ def _plot(
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
         axes.set(xlabel="published, seconds per step", ylabel="predicted, seconds per step")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(planner.PLAIN)
+            axis.set_major_formatter(figures.PLAIN)
         axes.legend(title="filled: held out; grey band: within 10%", fontsize=8)

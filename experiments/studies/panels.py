@@ -11,7 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from sparse_dataflow.reporting.figures import png
+from ..planning import png
 
 Values = Sequence[float] | np.ndarray
 

@@ -48,8 +48,6 @@ def test_layout_search_prints_the_best_and_a_legal_command(tmp_path, capsys):
     assert (config.model.remat, str(config.parallel.zero)) == (best["remat"], best["zero"])
     speeds = [float(row["tokens_per_second_per_chip"]) for row in trials]
     assert len(trials) > 10 and speeds == sorted(speeds, reverse=True)
-    for name in ("sensitivity.png", "roofline.png"):
-        assert (tmp_path / name).stat().st_size > 10_000
     assert "step times: ±" in out and "days" in out and "* recommended; = ties" in out
     assert "EXPERIMENT=gpt13b_dense sbatch --nodes=2 --gpus-per-node=8 launch/slurm.sbatch" in out
 

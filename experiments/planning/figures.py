@@ -1,17 +1,17 @@
-"""Figures of the planner as PNG files: roofline and sensitivity."""
+"""Colours, a legend and a roofline for figures of the planner as PNG files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner.step_time import Section
-from sparse_dataflow.reporting.figures import png
+
+from . import png
 
 # Colour-blind safe (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -68,43 +68,3 @@ def roofline(
         axes.yaxis.set_major_formatter(PLAIN)
         axes.set(xlabel="operational intensity, FLOP/byte", ylabel="TFLOP/s")
         legend(figure, axes, "s", list(models), names)
-
-
-def sensitivity(
-    path: Path, effects: Mapping[str, float], best: Mapping[str, Mapping], title: str
-) -> None:
-    """Plots Shapley effects as bars, and the best throughput of each level of each choice.
-
-    Args:
-      path: PNG file to write.
-      effects: choice -> share of the variance.
-      best: choice -> level -> highest throughput.
-      title: title of the figure.
-    """
-    names, height = list(effects), 0.42 * len(effects) + 1.3
-    with png.figure(path, 9.6, height, title, columns=2, sharey=True, width_ratios=(1, 2)) as (
-        _,
-        [[left, right]],
-    ):
-        rows = np.arange(len(names))
-        left.barh(rows, list(effects.values()), color=COLOURS[0], height=0.6)
-        left.set_yticks(rows, [n.replace("_", "-") for n in names])
-        left.invert_yaxis()
-        left.set(xlabel="Shapley effect, share of variance")
-        left.xaxis.set_major_formatter(PercentFormatter(1, 0))
-        top = max(value for levels in best.values() for value in levels.values()) or 1.0
-        for row, name in zip(rows, names):
-            values = {level: value / top for level, value in best[name].items() if value > 0}
-            for column, (level, value) in enumerate(values.items()):
-                shade = matplotlib.colormaps["Blues"](0.75 * max(0.0, 2 * value - 1))
-                right.barh(row, 0.96, left=column, height=0.8, color=shade)
-                label = f"{level}".replace("interleaved/", "v=").replace("_", "\n")
-                right.text(
-                    column + 0.48, row, f"{label}\n{value:.2f}", ha="center", va="center",
-                    fontsize=6.5, color="white" if value > 0.93 else "black",
-                )  # fmt: skip
-        right.set(xlabel="level, and its best throughput relative to the overall best")
-        right.set_xticks([])
-        right.grid(False)
-        right.spines[["bottom", "left"]].set_visible(False)
-        right.tick_params(left=False)
