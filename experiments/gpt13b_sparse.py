@@ -10,9 +10,9 @@ the share of the FLOPs that they hold in the 13B, and the dense twin for the sam
         --set data.tokenizer=gpt2 --steps=17500   # needs h100:8, v5e-64 or v5p-64
     python -m experiments.gpt13b_sparse --scale=13b --steps=17500 --chips=h100:8,v5e-64,v5p-64
 
-Micro-batches, recomputation and mesh are planned for the chips at hand. --chips prints days, memory
-and expected loss for chips that need not be here, as docs/guide/recipes.md does. 300 billion
-tokens, as GPT-3 read, are out of reach on one GPU: more than half a year.
+Micro-batches, recomputation and mesh are planned for the chips at hand. --chips prints days
+and memory for chips that need not be here, as docs/guide/recipes.md does. 300 billion tokens, as
+GPT-3 read, are out of reach on one GPU: more than half a year.
 
 Leaves runs/gpt13b_sparse-DATE/ with report.html, metrics and checkpoints.
 """

@@ -53,9 +53,6 @@ def row(result):
     if len(all_times) > 1:
         twin_unit, _, twin_time, *_ = all_times[1]
         twin = f"{twin_time} {twin_unit}"
-    losses = re.findall(rf"held-out loss, nats a token{three}", text)
-    sparse = "{} ({} to {})".format(*losses[0])
-    dense = losses[1][0] if len(losses) > 1 else "-"
     [size] = re.findall(rf"^  all +{NUMBER}$", text, re.M)
     [sizes] = re.findall(rf"by the compiler {NUMBER} to {NUMBER} GiB of {NUMBER} GiB", text)
     cells = (
@@ -64,8 +61,6 @@ def row(result):
         f"{middle} {unit} ({low} to {high})",
         twin,
         "{} ({} to {}) of {}".format(size, *sizes),
-        sparse,
-        dense,
     )
     return f"| {' | '.join(cells)} |"
 

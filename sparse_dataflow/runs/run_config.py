@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 from sparse_dataflow.core.config import remat, settings
 from sparse_dataflow.core.config.model import ModelConfig
@@ -335,15 +334,16 @@ class RunConfig(Readable):
         return settings.to_json(self)
 
     @classmethod
-    def from_json(cls, fields: Any) -> "RunConfig":
+    def from_json(cls, fields: object) -> "RunConfig":
         """The config that `to_json` wrote; UserError where a part or setting does not fit."""
-        sparsity = fields.get("sparsity") if isinstance(fields, dict) else None
+        parts = fields if isinstance(fields, dict) else {}
+        sparsity = parts.get("sparsity")
         if isinstance(sparsity, dict) and "block_outputs" in sparsity:
             # An earlier version had the outputs of a block in a setting of their own.
             sparsity = dict(sparsity)
             if outputs := sparsity.pop("block_outputs"):
                 sparsity["block"] = f"{sparsity.get('block')}x{outputs}"
-            fields = {**fields, "sparsity": sparsity}
+            fields = {**parts, "sparsity": sparsity}
         return settings.from_json(cls, fields)
 
 

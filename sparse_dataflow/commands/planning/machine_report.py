@@ -9,7 +9,6 @@ from sparse_dataflow.commands.planning.options import TOKENS
 from sparse_dataflow.commands.preflight.settling import (
     chooses_each_block,
     memory_table,
-    models_of,
     settled_within_limit,
 )
 from sparse_dataflow.core.config import remat as kinds_of_remat
@@ -18,8 +17,7 @@ from sparse_dataflow.files import output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
-from sparse_dataflow.planner import bands, expected_loss
-from sparse_dataflow.planner.expected_loss import ExpectedLoss
+from sparse_dataflow.planner import bands
 from sparse_dataflow.planner.settle import Settled
 from sparse_dataflow.runs.run_config import RunConfig
 
@@ -37,16 +35,12 @@ class MachinePlan:
       tokens: training tokens.
       seconds: of a step of the run's first model; None where the chip has no known rates.
       dense: the best plan of the dense twin; None for a dense run, or where none fits.
-      loss: the expected held-out loss; None where no scaling law describes the run.
-      dense_loss: the same of the dense twin.
     """
 
     settled: Settled
     tokens: float
     seconds: float | None
     dense: Settled | None
-    loss: ExpectedLoss | None = None
-    dense_loss: ExpectedLoss | None = None
 
     @property
     def speed(self) -> float | None:
@@ -96,18 +90,7 @@ def plan(config: RunConfig, machine: Machine) -> MachinePlan:
     training = settled.config.training
     tokens = training.steps * training.batch * training.sequence or TOKENS
     twin = _dense(config, machine)
-    losses = _losses(settled.config, tokens)
-    return MachinePlan(settled, tokens, settled.seconds, twin, *losses)
-
-
-def _losses(config, tokens):
-    """Returns the expected loss of the model and of its dense twin."""
-    if config.run.init_from or config.training.teacher or config.evolution.method != "static":
-        return None, None
-    [(model, _)], [(dense, _)] = (
-        next(iter(models_of(c).values())) for c in (config, config.dense())
-    )
-    return tuple(expected_loss.expected(each, dense, tokens) for each in (model, dense))
+    return MachinePlan(settled, tokens, settled.seconds, twin)
 
 
 def _dense(config, machine):
@@ -182,8 +165,6 @@ def _times(result):
         ("tokens a second", *_range(result.speed, error)),
         _time_for_all(result.tokens, result.days, error),
     ]
-    if result.loss:
-        rows.append(("held-out loss, nats a token", *_loss_range(result.loss)))
     if result.over_dense:
         rows.append(("times the dense twin", *_range(result.over_dense, result.ratio_error)))
     if result.dollars:
@@ -199,8 +180,6 @@ def _times(result):
         choices = " ".join(f"{path}={value}" for path, value in result.dense.chosen.items())
         lines.append(f"  the dense twin's best plan: {choices}")
         twin = [_time_for_all(result.tokens, result.days * result.over_dense, _error(result.dense))]
-        if result.dense_loss:
-            twin.append(("held-out loss, nats a token", *_loss_range(result.dense_loss)))
         lines += [f"    {line}" for line in output.aligned(twin).splitlines()]
     elif settled.config.sparsity.projections and not settled.relay:
         lines.append("  the dense twin has no plan that fits here")
@@ -211,10 +190,6 @@ def _time_for_all(tokens, days, error):
     """Returns the row of the time for all tokens, in hours where it is below two days."""
     unit, time = ("hours", 24 * days) if days < _LEAST_DAYS else ("days", days)
     return (f"{unit} for {tokens / 1e9:,.3g} billion tokens", *_range(time, error))
-
-
-def _loss_range(loss):
-    return tuple(f"{value:.2f}" for value in (loss.estimate, loss.low, loss.high))
 
 
 def _range(value, error):
