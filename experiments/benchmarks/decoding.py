@@ -252,7 +252,9 @@ def lowered(
       weights: arrays; None for the shapes of random ones.
     """
     if weights is None:
-        weights = jax.eval_shape(functools.partial(kv_cache.random_weights, model, 0))
+        draw = functools.partial(kv_cache.random_weights, model, 0)
+        # A CPU reads rows, and only arrays become rows.
+        weights = draw() if dispatch.on(platforms.ROW_KERNEL) else jax.eval_shape(draw)
     caches = jax.eval_shape(lambda: _caches(model, batch, cached + tokens))
     arguments = caches, *_start(batch, cached), np.int32(0), np.int32(1)
     return kv_cache.decode_tokens.lower(model, weights, *arguments, most=kv_cache.most_tokens())
