@@ -23,7 +23,7 @@ from typing import NoReturn
 from absl import flags as absl_flags
 
 from sparse_dataflow.cluster import signals
-from sparse_dataflow.commands import request, run_list
+from sparse_dataflow.commands import peer_flags, request, run_list
 from sparse_dataflow.commands.experiment_modules import experiment as experiment
 from sparse_dataflow.commands.experiment_modules import program, with_commands
 from sparse_dataflow.commands.request import Request
@@ -250,6 +250,8 @@ def _with_newest(argv: Sequence[str], names: Collection[str]) -> list[str]:
 
 def _unknown(name: str, flags: Sequence[Flag], sets: bool) -> str:
     name = settings.shown(name)
+    if other := peer_flags.hint(name, [f.name for f in flags], sets):
+        return f"unknown flag --{name}; {other}"
     if sets and (path := request.path_of_old_flag(name)):
         return f"unknown flag --{name}; write --set {path}=VALUE."
     near = settings.did_you_mean(name, [f.name for f in flags], "--")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sparse_dataflow.commands import command_line, request, run_list
+from sparse_dataflow.commands import command_line, peer_flags, request, run_list
 from sparse_dataflow.files.errors import UserError
 
 
@@ -61,6 +61,28 @@ def test_commands_list_the_runs(runs, command):
         )  # fmt: skip
         assert done.returncode == 2
         assert "runs/b-new, runs/a-old, runs/c-oldest" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [("lr", "--learning_rate"), ("epochs", "--steps or --minutes"), ("config", "--flagfile"),
+     ("device", "JAX_PLATFORMS"), ("learning-rate", "--learning_rate"), ("batch-size", "--batch"),
+     ("output_dir", "--out"), ("seq_len", "training.sequence"), ("sparsity", "--density"),
+     ("gpus", "--mesh"), ("model", "--init_from"), ("wandb", "run.trackers")],
+)  # fmt: skip
+def test_names_of_other_trainers_have_a_hint(name, hint):
+    with pytest.raises(UserError) as error:
+        command_line.arguments(["x", f"--{name}=3"], list(request.NAMED), None)
+    assert hint in str(error.value)
+
+
+def test_hints_name_what_is_legal():
+    paths = {f"--set {path}" for path in request.settings.by_path(request.RunConfig)}
+    flags = {f"--{name}" for name in request.NAMED}
+    others = {"--run", "--max_new_tokens", "--samples", "--num_fewshot", "--to"}
+    for here in peer_flags.HERE:
+        name = here.partition("=")[0].split(" or ")[0]
+        assert name in paths | flags | others, here
 
 
 def test_a_reader_that_leaves_is_no_error():
