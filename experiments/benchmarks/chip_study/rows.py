@@ -341,7 +341,7 @@ def _trained(model, training, step, loss, corpus, seconds, every):
     rng, spent, steps, losses = np.random.default_rng(0), 0.0, 0, []
 
     def measure():
-        nats = float(loss(state.params, rest, held_out))
+        nats = loss(state.params, rest, held_out)["loss"].number()
         losses.append({"seconds": spent, "steps": steps, "bits_per_byte": nats / math.log(2)})
 
     measure()
