@@ -16,7 +16,7 @@ _MOST_NAMES = 12
 def say_replaced(model: nnx.Module, paths: list[str]) -> None:
     """Logs what became block-sparse and which other parameters of two or more axes are dense."""
     linears = "1 linear is" if len(paths) == 1 else f"{len(paths)} linears are"
-    sparse = f"sd.sparsify: {linears} block-sparse ({_names(paths)})"
+    sparse = f"sd.sparsify: {linears} block-sparse" + f" ({_names(paths)})" * any(paths)
     dense = [f"{path} of {type(module).__name__}" for path, module in _dense_parameters(model)]
     _LOG.info("%s; dense: %s.", sparse, _names(dense) or "no other parameter of two or more axes")
 

@@ -93,7 +93,8 @@ def _is_greedy(world, model, full, start, tolerance, words):
     padded = padded[:, : model.model.longest]
     logits = world.logits(model, padded)
     for row, ids in zip(logits, full, strict=True):
-        for place in range(start, len(ids)):
+        # Rotary positions have no end, so a program may write past the model's context.
+        for place in range(start, min(len(ids), len(row) + 1)):
             best, chosen = row[place - 1].max(), row[place - 1][ids[place]]
             scale = max(1.0, float(np.abs(row[place - 1]).max()))
             check(
