@@ -230,7 +230,8 @@ def _notes(trainers, variants):
         *_narrow_notes(variants),
         *_teacher_notes(trainers),
         *_masked_notes(variants),
-        "Held-out documents are whole files, chosen by a hash of their name: about one in twenty.",
+        "Held-out documents are chosen by a hash of their text, about one in twenty, unless "
+        "data.validation names them.",
         *_executor_notes(trainers[0].executor),
     ]
 
@@ -238,7 +239,11 @@ def _notes(trainers, variants):
 def _block_rate(trainer):
     """Returns the rate of blocks, for a sentence; "" for a model that is dense in all phases."""
     sparse = any(phase.model.sparse_projections for phase in trainer.phases)
-    return f"blocks at 1/8 density x {trainer.training.sparse_rate:g}, " if sparse else ""
+    return (
+        f"sparse blocks, where their density is 1/8, x {trainer.training.sparse_rate:g}, "
+        if sparse
+        else ""
+    )
 
 
 def _profile(folder):
@@ -278,9 +283,7 @@ def _narrow_notes(variants):
         sparse = by_name["sparse"]
         yield (
             f"The sparse model read {sparse.tokens / sparse.stored_parameters:.2g} tokens for each "
-            "stored parameter. Pruned models lead a narrower one of equal FLOPs without "
-            "sparse weights only at several hundred (docs/evidence/serving_cost.md), so a short "
-            "run shows speed and memory."
+            "stored parameter. A run of few tokens shows speed and memory, not quality."
         )
 
 

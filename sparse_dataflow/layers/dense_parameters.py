@@ -18,7 +18,7 @@ def say_replaced(model: nnx.Module, paths: list[str]) -> None:
     linears = "1 linear is" if len(paths) == 1 else f"{len(paths)} linears are"
     sparse = f"sd.sparsify: {linears} block-sparse" + f" ({_names(paths)})" * any(paths)
     dense = [f"{path} of {type(module).__name__}" for path, module in _dense_parameters(model)]
-    _LOG.info("%s; dense: %s.", sparse, _names(dense) or "no other parameter of two or more axes")
+    _LOG.info("%s; dense: %s.", sparse, _names(dense) or "no other weight")
 
 
 def dense_classes(model: nnx.Module) -> list[tuple[type, str]]:

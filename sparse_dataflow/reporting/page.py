@@ -168,7 +168,7 @@ def headline(variants: Sequence[VariantData]) -> str:
     by_name = {v.name: v for v in variants}
 
     def error(other):
-        return _error([by_name["sparse"], by_name[other]]) if field == "bits_per_byte" else 0.0
+        return _error([by_name["sparse"], by_name[other]], field)
 
     text = _pair(start, scores, rival, unit, error(rival))
     if len(variants) < 3:
@@ -184,10 +184,7 @@ def headline(variants: Sequence[VariantData]) -> str:
     )
 
 
-LONGER = (
-    "A longer training favours the narrower model, and memory that limits you the sparse one: see "
-    "docs/evidence/quality.md."
-)
+LONGER = "A longer training favours the narrower model: see docs/evidence/quality.md."
 """What turns the comparison of a sparse model with a narrower one."""
 
 
@@ -216,13 +213,15 @@ def _at_equal_seconds(
     return scores, shortest
 
 
-def _error(variants: Sequence[VariantData]) -> float:
-    """Returns the standard error of the difference of held-out losses, in bits per byte, as if the
-    models were not evaluated on the same text: an upper bound."""
+def _error(variants: Sequence[VariantData], field: str) -> float:
+    """Returns the standard error of the difference of held-out losses, in the unit of the field, as
+    if the models were not evaluated on the same text: an upper bound."""
     errors = []
     for v in variants:
         finals = [row for row in v.history if row.get("kind") == "final"]
-        errors.append(finite(finals[-1].get("bits_per_byte_error")) or 0.0 if finals else 0.0)
+        error = finite(finals[-1].get("bits_per_byte_error")) or 0.0 if finals else 0.0
+        value, bits = finite(getattr(v, field)), finite(v.bits_per_byte)
+        errors.append(error * value / bits if value and bits else 0.0)
     return math.hypot(*errors)
 
 
@@ -266,6 +265,12 @@ def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[d
     rows = []
     for measure in MEASURES:
         by_name = {v.name: finite(getattr(v, measure.field)) for v in variants}
+        models = {v.name: v for v in variants}
+
+        def error(name, measure=measure, models=models):
+            pair = models[name], models["sparse"]
+            return _error(pair, measure.field) if measure.relative else 0.0
+
         values = list(by_name.values())
         row: dict[str, object] = {
             "label": measure.label,
@@ -274,7 +279,8 @@ def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[d
             "note": None,
         }
         row["verdicts"] = [
-            _verdict(measure, by_name[name], by_name["sparse"]) for name in compared(variants)
+            _verdict(measure, by_name[name], by_name["sparse"], error(name))
+            for name in compared(variants)
         ]
         if measure.field == "tokens_per_second":
             row["note"] = _ceiling(by_name.get("dense"), by_name.get("sparse"), flop_ceiling)
@@ -282,8 +288,14 @@ def table(variants: Sequence[VariantData], flop_ceiling: float | None) -> list[d
     return rows
 
 
-def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tuple:
-    """Returns (verdict, whether sparse is better), e.g. ("2.31× faster", True); None if equal."""
+def _verdict(
+    measure: Measure, dense: float | None, sparse: float | None, error: float
+) -> tuple[str, bool | None]:
+    """Returns (verdict, whether sparse is better), e.g. ("2.31× faster", True); None if equal.
+
+    Args:
+      error: standard error of the difference of two losses.
+    """
     if not dense or not sparse or dense < 0 or sparse < 0:
         return MISSING, None
     better = (sparse > dense) == measure.higher_is_better
@@ -292,7 +304,7 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tup
         share = abs(sparse - dense) / dense
         if share < 5e-4:
             return "equal", None
-        if _is_noise(sparse, dense):
+        if _is_noise(sparse, dense, error):
             return f"{100 * share:.1f}% {word}, within noise", None
         return f"{100 * share:.1f}% {word}", better
     factor = max(dense, sparse) / min(dense, sparse)
@@ -303,7 +315,8 @@ def _verdict(measure: Measure, dense: float | None, sparse: float | None) -> tup
 
 NOISE = (
     f"Within noise: the losses differ by less than {SEED_SPREAD:.0%}, the range over seeds of the "
-    "same model at small scales, so one seed cannot tell which model is better."
+    "same model at small scales, or by less than two standard errors of the held-out text. So one "
+    "seed cannot tell which model is better."
 )
 
 
@@ -316,11 +329,12 @@ def _is_noise(first: float, second: float, error: float = 0.0) -> bool:
 def _is_within_noise(variants: Sequence[VariantData], name: str) -> bool:
     """Returns whether a loss of the sparse model differs from that of `name` by chance alone."""
     by_name = {v.name: v for v in variants}
-    pairs = [
-        (finite(getattr(by_name[n], field)) for n in ("sparse", name))
-        for field in ("loss", "bits_per_byte")
-    ]
-    return any(a and b and _is_noise(a, b) for a, b in pairs)
+    models = by_name["sparse"], by_name[name]
+    for field in ("loss", "bits_per_byte"):
+        first, second = (finite(getattr(model, field)) for model in models)
+        if first and second and _is_noise(first, second, _error(models, field)):
+            return True
+    return False
 
 
 def _ceiling(dense: float | None, sparse: float | None, flop_ceiling: float | None) -> str | None:

@@ -144,7 +144,7 @@ def train_models(
         for model, trainer in zip(models, trainers, strict=True):
             if config.run.init_from and not trainer.step:
                 row = trainer.evaluate()
-                say(f"{model.name:>6}: held-out loss before the first step {row['loss']:.4f}")
+                say(f"{model.name:>6}: held-out loss before the first step {row['loss']:.4f} nats")
             if resume:
                 steps = model.variant.training.steps
                 say(f"{model.name:>6}: resumes after step {trainer.step} of {steps}")
