@@ -37,6 +37,7 @@ while [ "$number" -lt 40 ]; do
     seq "$number" 700 > "texts/$number.txt"
 done
 # The README's example of a layer needs no extra.
+# shellcheck disable=SC2016  # Backticks of Markdown.
 sed -n '/^## A sparse layer/,/^## [^A]/{/^```python/,/^```$/p;}' "$here/README.md" |
     sed '/^```/d' > example.py
 test -s example.py

@@ -95,7 +95,7 @@ class Pipelined(Sharded):
             trees = params, rest
             work = self._work(model, rank, trees, specs, block, split_batch, scored=True)
             _, metrics, _ = pipeline.run_stage(plan, table[0], work)
-            return step_metrics.over_devices(metrics, EVERY_AXIS)
+            return step_metrics.over_devices(whole.evaluated(metrics), EVERY_AXIS)
 
         in_specs = STAGED, *specs, P(BATCH_AXES)
         return self._mapped(local, in_specs, P())(pipeline.rows(plan), params, rest, batch)

@@ -23,7 +23,7 @@ from sparse_dataflow.core.batch import NO_BATCH, Batch
 from sparse_dataflow.core.config.layer_groups import group_index, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
-from sparse_dataflow.core.executors.whole import micro_batches
+from sparse_dataflow.core.executors.whole import evaluated, micro_batches
 from sparse_dataflow.core.layouts.layout import Groups
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import (
@@ -216,7 +216,8 @@ def eval_functions(model: ModelConfig, adapted: bool = False) -> EvalPrograms[Ca
         params, output = merged(*weights), merged(*tied).get("tokens", ())
 
         def metrics(x, batch):
-            return (), gpt.head_loss(model, params, output, x, batch, scored=True)[1]
+            _, metrics = gpt.head_loss(model, params, output, x, batch, scored=True)
+            return (), evaluated(metrics)
 
         return _accumulated(metrics, batch, x)[1]
 

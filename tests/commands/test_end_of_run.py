@@ -17,7 +17,10 @@ TEXTS = [f"Document {number} has a few words.\n" * 60 for number in range(40)]
 
 def continuations(sequence, monkeypatch, continued):
     trainer = SimpleNamespace(
-        name="sparse", executor=SINGLE_DEVICE, training=SimpleNamespace(sequence=sequence)
+        name="sparse",
+        executor=SINGLE_DEVICE,
+        model=SimpleNamespace(bidirectional=False),
+        training=SimpleNamespace(sequence=sequence),
     )
     monkeypatch.setattr(run_report, "_continued", continued)
     return run_report._continuations([trainer], corpus_of_texts(TEXTS), byte_tokenizer(260))

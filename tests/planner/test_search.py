@@ -133,7 +133,7 @@ def test_too_few_chips_are_answered_with_a_legal_number():
     with pytest.raises(UserError, match=r"smallest needs .* GiB on each of 64") as refused:
         search.check_legal(priced(LARGE, 512, "tpu-v5e", 64))
     words = str(refused.value)
-    more = int(words.split("--chips=")[1].split()[0])
+    more = int(words.split("--chips=tpu-v5e:")[1].split()[0])
     batch = int(words.split("--batch=")[1].rstrip("."))
     assert more > 64
     search.check_legal(priced(LARGE, batch, "tpu-v5e", more))

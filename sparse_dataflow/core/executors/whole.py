@@ -371,7 +371,11 @@ def evaluation(
     config: ModelConfig, params: dict, batch: Batch, rank: Rank = SINGLE_RANK
 ) -> Metrics:
     """Returns the rank's share of the metrics of the head, "loss" and what it scores besides."""
-    metrics = measured_loss(config, params, batch, rank, scored=True)[1]
+    return evaluated(measured_loss(config, params, batch, rank, scored=True)[1])
+
+
+def evaluated(metrics: Metrics) -> Metrics:
+    """Returns those metrics of sections that an evaluation has."""
     return {name: metrics[name] for name in ("loss", "correct") if name in metrics}
 
 
