@@ -77,7 +77,9 @@ def four(tmp_path, monkeypatch):
 
 def batches(stream, rows=None, weights=(1.0,), sources=None, **options):
     sources = sources or (stream,)
-    return StreamBatches((), 4, 16, 7, rows, sources, weights, tokenizer=BYTES, **options)
+    return StreamBatches(
+        (), 4, 16, 7, rows, sources=sources, weights=weights, tokenizer=BYTES, **options
+    )
 
 
 def documents_of(tokens):
