@@ -32,7 +32,7 @@ class Options:
     scale: str = setting("nano", "Named size.", choices=tuple(SIZES))
     hardware: str = setting(
         "this",
-        "Chip that is predicted: this, the CPU under this process, or one as in layout_search.",
+        "Chip that is predicted: this, the CPU under this process; a name; or a TOML file.",
     )
     measure: bool = setting(True, "Measure steps here.")
     tokens: int = setting(

@@ -22,7 +22,7 @@ class Options:
     """What is scaled on which chips."""
 
     hardware: str = setting(
-        "mi250x,h100,tpu-v5p", "Chips, comma separated; each as in layout_search."
+        "mi250x,h100,tpu-v5p", "Kinds of chips, comma separated; each a name, or a TOML file."
     )
     kinds: tuple[str, ...] = setting(STUDIES, "Kinds of scaling.", choices=STUDIES)
     most: int = setting(CHIP_COUNTS[-1], "The largest number of chips.", legal=AT_LEAST_ONE)

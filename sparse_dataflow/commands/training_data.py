@@ -103,16 +103,16 @@ def training_data(
             *shape,
             config.training.seed,
             rows,
-            masking,
             tuple(train),
             weights,
             tokenizer=tokenizer,
+            masking=masking,
         )
     else:
         tokens = train[0]
         if corpus.mixture:
             tokens = TokenMixture(tuple(train), weights, rounded_weights)
-        batches = TrainBatches(tokens, *shape, config.training.seed, rows, masking)
+        batches = TrainBatches(tokens, *shape, config.training.seed, rows, masking=masking)
     first = held_out[0]
     return TrainingData(
         batches,

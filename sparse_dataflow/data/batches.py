@@ -11,7 +11,7 @@ loads its rows of the batch.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -126,7 +126,7 @@ class TrainBatches:
     sequence_length: int
     seed: int = 0
     rows: tuple[int, ...] | None = None
-    masking: "Masking | None" = None
+    masking: "Masking | None" = field(default=None, kw_only=True)
 
     def __post_init__(self):
         _check_sizes(self.batch_size, self.sequence_length)

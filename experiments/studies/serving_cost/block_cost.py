@@ -101,13 +101,13 @@ class PrunedModel(NamedTuple):
     """
 
     model: ModelConfig
-    params: object
-    masks: object
+    params: dict
+    masks: dict
 
 
 def pruned_model(
     model: ModelConfig,
-    params: object,
+    params: dict,
     batches: Sequence,
     block: str,
     density: float,

@@ -68,10 +68,10 @@ def losses(
         batches, total_bytes = windows(corpus)
         nats, counts, correct = zip(*measure(batches), strict=True)
         total = sum(nats)
+        weight = getattr(corpus, "weight", 1.0)
         if masked:
-            weight = getattr(corpus, "weight", 1.0)
             accuracies.append(weight * sum(correct) / batches.total_tokens)
-        share = getattr(corpus, "weight", 1.0) * total_bytes / batches.total_tokens
+        share = weight * total_bytes / batches.total_tokens
         error = sums.mean(nats, counts).error
         if error is not None:
             errors.append(bits_per_byte(error * batches.total_tokens, total_bytes))
