@@ -15,7 +15,6 @@ documents of training whose digest is that of held-out text of any source.
 """
 
 import array
-import hashlib
 import logging
 import re
 import unicodedata
@@ -24,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparse_dataflow.data.documents import Document
+from sparse_dataflow.data.documents import Document, document_hash
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError, escaped
 
@@ -47,7 +46,7 @@ def digest(text: str) -> int:
     """Returns the digest of a text, which copies with other white space share."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text).replace("\ufeff", " ")
-    return _hash(" ".join(text.split()))
+    return document_hash(" ".join(text.split()))
 
 
 def digest_of_example(text: str) -> int:
@@ -56,10 +55,6 @@ def digest_of_example(text: str) -> int:
     record = json_files.parse(text)
     contents = [message["content"] for message in record.get("messages", ())]
     return digest(" ".join(contents or [record["prompt"], record["answer"]]))
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def digests(documents: Iterable[Document], examples: bool = False) -> np.ndarray:
@@ -74,7 +69,7 @@ def digests(documents: Iterable[Document], examples: bool = False) -> np.ndarray
     for document in documents:
         beginning = document.text[:_NEAR_CHARACTERS]
         words = " ".join(_WORDS.findall(beginning.lower())) or beginning
-        rows.extend((text_digest(document.text), _hash(words)))
+        rows.extend((text_digest(document.text), document_hash(words)))
     return np.frombuffer(rows, np.uint64).reshape(-1, 2)
 
 

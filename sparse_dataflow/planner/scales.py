@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.training import TrainingConfig
@@ -60,8 +60,8 @@ def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpe
     """
     need = scale_estimate(TARGET_SCALE, linears).total
     line = (
-        f"{TARGET_SCALE.upper()} in training needs {_gib(need, math.ceil)} GiB; "
-        f"this machine has {_gib(memory_bytes, math.floor)}"
+        f"{TARGET_SCALE.upper()} in training needs {in_gib(need, math.ceil)} GiB; "
+        f"this machine has {in_gib(memory_bytes, math.floor)}"
     )
     if scale == TARGET_SCALE:
         return f"{line}: running the '{scale}' scale"
@@ -70,7 +70,8 @@ def scale_message(memory_bytes: int, scale: str, linears: Mapping[str, LinearSpe
     return f"{line}{reason}: running the '{scale}' scale; on a pod pass --scale={TARGET_SCALE}"
 
 
-def _gib(size: int, rounding) -> str:
-    """Formats bytes as GiB, rounded by `rounding`, with one decimal below 10."""
+def in_gib(size: float, rounding: Callable[[float], int]) -> str:
+    """Returns bytes in GiB, rounded by math.floor or math.ceil: below ten to a hundredth."""
     gib = size / GIB
-    return f"{rounding(gib)}" if gib >= 10 else f"{rounding(gib * 10) / 10}"
+    # A limit that went through a division keeps its last digit.
+    return f"{rounding(gib):,}" if gib >= 10 else f"{rounding(round(100 * gib, 3)) / 100:.2f}"

@@ -13,6 +13,7 @@ from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.hardware.machines import Machine
 from sparse_dataflow.planner import search, settle
 from sparse_dataflow.planner.parallel_plan import ParallelPlan
+from sparse_dataflow.planner.scales import in_gib
 from sparse_dataflow.planner.search import ROOMY, Request
 from sparse_dataflow.planner.settle import ModelsOf
 from sparse_dataflow.runs.run_config import SIZES, rescaled
@@ -46,9 +47,9 @@ def _refusal(config, models_of, machine, priced, check):
         return _illegal(config, priced, many, check)
     need = float(np.where(others, np.inf, priced.memory).min())
     head = (
-        f"Training --scale={scale} needs {math.ceil(need / GIB):,} GiB on {where} with "
-        f"these settings, and {math.floor(settle.usable(machine) / GIB):,} of its "
-        f"{math.floor(machine.chip.capacity / GIB):,} GiB are usable"
+        f"Training --scale={scale} needs {in_gib(need, math.ceil)} GiB on {where} with "
+        f"these settings, and {in_gib(settle.usable(machine), math.floor)} of its "
+        f"{in_gib(machine.chip.capacity, math.floor)} GiB are usable"
     )
     return f"{head}; {_advice(config, models_of, machine)}."
 

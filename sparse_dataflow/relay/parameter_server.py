@@ -27,6 +27,7 @@ import numpy as np
 from sparse_dataflow.core.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.executors.state_roles import dotted_path
 from sparse_dataflow.core.model.partition import legal
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.optim.muon import Matrices
@@ -515,12 +516,7 @@ def _batched(work):
 
 def square_sums(leaves: Iterable[tuple[tuple, np.ndarray]]) -> dict[str, float]:
     """Returns {dotted path: sum of squares} of a section's leaves with their paths."""
-    return {_dotted(path): host_optimizer.square_sum(leaf) for path, leaf in leaves}
-
-
-@functools.cache
-def _dotted(path):
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return {dotted_path(path): host_optimizer.square_sum(leaf) for path, leaf in leaves}
 
 
 def group_squares(squares: dict[Section, dict[str, float]]) -> dict[str, float]:

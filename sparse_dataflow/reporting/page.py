@@ -163,7 +163,9 @@ def headline(variants: Sequence[VariantData]) -> str:
     if not scores:
         return _unequal(variants, field, unit)
     clock = quantities.durations([seconds])[0]
-    start = f"At equal wall-clock time ({clock} each)"
+    by_the_way = any(scores[v.name] != getattr(v, field) for v in variants)
+    way = ", by evaluations on the way" * by_the_way
+    start = f"At equal wall-clock time ({clock} each{way})"
     rival = "dense" if "dense" in scores else next(n for n in scores if n != "sparse")
     by_name = {v.name: v for v in variants}
 

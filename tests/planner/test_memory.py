@@ -286,7 +286,7 @@ def test_scale_message_is_one_line_with_both_numbers():
     )
     need = math.ceil(scales.scale_estimate("13b", EIGHTH).total / GIB)
     assert scales.scale_message(int(7.56 * GIB), "nano", EIGHTH) == (
-        f"13B in training needs {need} GiB; this machine has 7.5: running the 'nano' scale; "
+        f"13B in training needs {need} GiB; this machine has 7.56: running the 'nano' scale; "
         "on a pod pass --scale=13b"
     )
 
@@ -294,3 +294,12 @@ def test_scale_message_is_one_line_with_both_numbers():
 def test_scale_message_names_speed_as_the_reason_on_a_cpu_with_enough_memory():
     assert "too slow" in scales.scale_message(512 * GIB, "nano", {})
     assert "pod" not in scales.scale_message(512 * GIB, "13b", {})
+
+
+@pytest.mark.parametrize(
+    ("gib", "needed", "usable"),
+    [(1.5 / 0.9 * 0.9, "1.50", "1.50"), (1.536, "1.54", "1.53"), (33.4, "34", "33")],
+)
+def test_a_limit_keeps_its_digits_and_a_need_is_never_rounded_down(gib, needed, usable):
+    assert scales.in_gib(gib * GIB, math.ceil) == needed
+    assert scales.in_gib(gib * GIB, math.floor) == usable

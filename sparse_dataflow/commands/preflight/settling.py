@@ -166,13 +166,13 @@ def settled_within_limit(config: RunConfig, machine: Machine) -> Settled:
 
 
 def words(result: Settled) -> str:
-    """Returns a table with the choices of the planner, and one with the memory that they need."""
-    rows = [(path, str(value)) for path, value in result.chosen.items()]
-    lines = ["planned:", *(f"  {line}" for line in output.aligned(rows).splitlines())]
-    lines.append(memory_table(result))
-    if result.tight:
-        lines.append("  which leaves less room than the estimate's error")
-    return "\n".join(lines)
+    """Returns the choices of the planner and their memory, by kind where it could run out."""
+    chosen = " ".join(f"{path}={value}" for path, value in result.chosen.items())
+    table = memory_table(result)
+    if not result.relay and result.share < 1 / 4:
+        return f"planned: {chosen}, {table.splitlines()[-1].strip()}"
+    tight = "\n  which leaves less room than the estimate's error" * result.tight
+    return f"planned: {chosen}\n{table}{tight}"
 
 
 def memory_table(settled: Settled) -> str:

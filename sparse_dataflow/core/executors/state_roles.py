@@ -4,6 +4,7 @@ Executors place, pad and reorder the arrays by their roles, and so by names.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -93,6 +94,7 @@ def parameter_name(path: tuple) -> str:
     return ".".join(named) if start else ""
 
 
+@functools.cache
 def dotted_path(path: tuple) -> str:
     """Returns a path of `jax.tree_util` as "blocks.qkv.values"."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

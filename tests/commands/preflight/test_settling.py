@@ -28,8 +28,15 @@ def test_a_cpu_with_room_settles_to_one_micro_batch_without_remat(capsys):
     config = settled(MINI, 2**40)
     assert config == MINI.without_auto()
     printed = capsys.readouterr().err
-    assert re.search(r"planned:\n +training.micro_batches +1\n +model.remat +none\n", printed)
-    assert re.search(r"GiB on the fullest device\n +parameters +\d", printed)
+    assert re.fullmatch(
+        r"planned: training.micro_batches=1 model.remat=none, by the compiler .* GiB\n", printed
+    )
+
+
+def test_the_memory_of_a_tight_plan_is_told_by_kind(capsys):
+    settled(MINI, 2 * needed())
+    printed = capsys.readouterr().err
+    assert re.search(r"iB on the fullest device\n +parameters +\d", printed)
 
 
 def test_a_config_without_auto_is_checked_and_stays(capsys):
