@@ -44,7 +44,7 @@ def test_other_texts_are_legal(text):
 
 README_ROWS = {
     "Training step of 13B": ("step_bench_h200_13b", "step_ms"),
-    "Time of a training step (`nano`)": ("step_bench_amd-epyc-2-cores_nano", "step_ms"),
+    "Training step (`nano`)": ("step_bench_amd-epyc-2-cores_nano", "step_ms"),
     "Time per generated token (`mini`)": (
         "decode_bench_intel-r-xeon-r-processor-2-cores_mini_batch1",
         "token_ms",
@@ -61,3 +61,12 @@ def test_a_time_in_the_readme_is_that_of_its_kept_file(label):
     times = [round(kept["rows"][model][field]) for model in ("dense", "sparse")]
     assert [int(t.replace(",", "")) for t in re.findall(r"([\d,]+) ms", row)] == times
     assert re.findall(r"\((\d+\.\d)x\)", row) == [f"{kept['ratio']:.1f}"]
+
+
+def test_the_readme_has_the_speed_of_a_real_model_from_its_kept_file():
+    kept = json.loads((RESULTS / "real_models/speed_smollm2.json").read_text(encoding="utf-8"))
+    readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    [row] = [line for line in readme.splitlines() if line.startswith("| Tokens a second of SmolLM2")]
+    forms = "ours, bfloat16", "ours, half, bfloat16"
+    ratios = [f"{kept['rows'][form]['speed_over_f16']:.2f}" for form in forms]
+    assert re.findall(r"\b(\d\.\d\d)\b", row) == ratios
