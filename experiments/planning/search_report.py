@@ -9,7 +9,8 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.planner import bands, plan_memory, search, step_time
 from sparse_dataflow.planner.memory import USABLE
-from sparse_dataflow.reporting import search_page
+
+from . import search_page
 
 SCALING = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of chips of the scaling curve, relative to those of the request."""

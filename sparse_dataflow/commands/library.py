@@ -195,6 +195,9 @@ def save(
     model.model.refuse_bidirectional(
         f"A reader of the {form} form", "the run folder, which sd.load and run.init_from read"
     )
+    model.model.refuse_prompt(
+        f"The {form} form", "the run folder, which sd.load, generate and evaluate read"
+    )
     if form == "adapter":
         peft.refuse_other(model)
         if dtype != DTYPES[0]:

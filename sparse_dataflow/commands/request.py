@@ -205,7 +205,8 @@ class Request:
             base = run.supar(base)
         if self.changes.get("data.tokenizer") == "gpt2":
             base = base.change(model__vocab_size=GPT2_VOCABULARY)
-        if self.changes.get("training.adapter_rank"):  # The twin of a preset would be refused.
+        adapted = ("training.adapter_rank", "training.prompt_vectors")
+        if any(map(self.changes.get, adapted)):  # The twin of a preset would be refused.
             base = base.change(run__twin=False)
         config = settings.changed(base, self.changes)
         return config if sparse else config.dense()

@@ -19,6 +19,7 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import with_prompt
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.ops import dispatch, platforms
@@ -106,8 +107,8 @@ def _layer(config, stacked, i):
     """Returns layer i, in one program: an array at a time compiles one for each shape."""
 
     def cast(path, leaf):
-        known = leaf_of(config, path)
-        wide = known.role in (SCALE, TABLE) if known else getattr(path[-1], "key", "") == ROUTER
+        about = leaf_of(config, path)
+        wide = about.role in (SCALE, TABLE) if about else getattr(path[-1], "key", "") == ROUTER
         return leaf[i] if wide else leaf[i].astype(config.compute_dtype)
 
     return jax.tree_util.tree_map_with_path(cast, stacked)
@@ -155,9 +156,12 @@ def prefill(
       cache_tokens: length of the caches, at least T.
 
     Returns:
-      (float32 [B, vocab] logits of the next tokens, caches).
+      (float32 [B, vocab] logits of the next tokens, caches, which begin with the prompt vectors).
     """
     caches: list[LayerCache] = []
+    tokens_BxT = with_prompt(config, Batch(tokens_BxT)).tokens
+    front = config.prompt_vectors
+    lengths_B, cache_tokens = lengths_B + front, cache_tokens + front
     x_BxTxD = _embed(config, weights.embed, tokens_BxT)
     for run, layer in zip(_layers(config, _read_prompt, cache_tokens), weights.layers):
         x_BxTxD, cache = run(layer, x_BxTxD)
@@ -229,6 +233,7 @@ def decode_text(
     Returns:
       (float32 [B, T, vocab] logits of the tokens after each, updated caches).
     """
+    positions_B = positions_B + config.prompt_vectors
     x_BxTxD, positions_BxT = _embed_at(config, weights.embed, tokens_BxT, positions_B)
     x_BxTxD, caches = _append(config, weights, caches, x_BxTxD, positions_BxT, has_room)
     return _logits(config, weights._replace(layers=()), x_BxTxD), caches
@@ -320,7 +325,7 @@ def decode_tokens(
       (int32 [most, B], whose first `count` rows are the new tokens; updated caches).
     """
     last = np.int32(caches[0].keys.shape[2] - 1)
-    ends = weights._replace(layers=())
+    ends, positions_B = weights._replace(layers=()), positions_B + config.prompt_vectors
 
     def append(tokens_B, caches, i, step):
         x_Bx1xD, positions_Bx1 = _embed_token(config, weights.embed, tokens_B, positions_B, i, last)

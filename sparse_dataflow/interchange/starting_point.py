@@ -219,6 +219,7 @@ def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoi
 def _run_start(folder, variant, checkpoint):
     local = on_this_machine(folder, checkpoint)
     run = load_run(local, variant, checkpoint)
+    run.model.refuse_prompt(f"run.init_from={folder}", "the weights that they were trained on")
     run.model.require(
         "init_from",
         f"run.init_from={folder}",
@@ -277,7 +278,7 @@ def load_run(
       UserError: as `trained.load`, or the base is missing or has changed since the run began.
     """
     run = trained.load(folder, variant, checkpoint)
-    if not run.training.adapter_rank:
+    if not run.training.freezes:
         return run
     base = read_base(run.saved_record, run.folder)
     wide = dataclasses.replace(run.model, compute_dtype="float32")
@@ -409,6 +410,11 @@ def adapter_state_from(
     params = jax.jit(lambda key: trained_and_rest(model, gpt.init(model, key), 1.0)[0])(
         jax.random.key(training.seed)
     )
+    if model.prompt_vectors:  # They begin as embeddings of random tokens (arXiv 2104.08691).
+        rng = np.random.default_rng(training.seed)
+        rows = rng.integers(0, model.vocab_size, model.prompt_vectors)
+        vectors = jnp.asarray(start.params["embed"]["tokens"], jnp.float32)[rows]
+        params = {**params, "embed": {adapters.PROMPT: vectors}}
     step, key = jnp.zeros((), jnp.int32), jax.random.key(training.seed)
     moments = jax.jit(make_optimizer(model, training).init)(params)
     base = frozen_base(start, model, training)

@@ -224,8 +224,10 @@ class Pipelined(Sharded):
           scored: see `gpt.head_loss`.
         """
         params, rest = trees[0], local_layouts(trees[1])
+        # A section may have no parameter to train.
+        nothing = {"embed": {}, "blocks": join_groups(({},) * len(layer_groups(model))), "head": {}}
         params, rest = (
-            {"embed": {}, "head": {}, **self._gathered(model, tree or {}, tree_specs or {})}
+            {**nothing, **self._gathered(model, tree or {}, tree_specs or {})}
             for tree, tree_specs in zip((params, rest), specs, strict=True)
         )
 
@@ -255,7 +257,7 @@ class Pipelined(Sharded):
             tuple(kind(*each) for each in kinds),
             params,
             batch,
-            rest.get("blocks", ()),
+            rest["blocks"],
             places,
             model.shared_layers,
         )

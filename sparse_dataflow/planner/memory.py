@@ -52,10 +52,11 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
 
 
 def term_count(config: ModelConfig) -> int:
-    """Counts the matrices of added terms, which are all that a training of adapters changes."""
+    """Counts the matrices of added terms and the prompt vectors, which are all that a training of
+    adapters changes."""
     shapes = {name: config.projection_shape(name) for name in config.projections}
     block = sum(config.linear(name).term_numbers(shape) for name, shape in shapes.items())
-    return config.stored_layers * block
+    return config.stored_layers * block + config.prompt_vectors * config.d_model
 
 
 def block_and_rest(config: ModelConfig) -> tuple[int, int]:

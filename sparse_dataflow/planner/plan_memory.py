@@ -47,6 +47,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     policy = {"none": "none", "keep": "keep", "dots": "keep"}.get(plan.remat, "full")
     config = dataclasses.replace(config, remat=policy)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
+    sequence += config.prompt_vectors
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     cut, whole = _stage_vectors(config, plan)
@@ -155,7 +156,7 @@ def training_bytes(
         optimizer=training.optimizer,
     )
     kinds = remat.kinds(config.remat, config.num_layers)
-    sizes = run_bytes(config, training.sequence, plan, bool(training.adapter_rank), kinds)
+    sizes = run_bytes(config, training.sequence, plan, training.freezes, kinds)
     return MemoryEstimate(**{name: round(float(n)) for name, n in sizes.categories.items()})
 
 

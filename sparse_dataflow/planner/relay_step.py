@@ -162,7 +162,8 @@ def estimate(
             f"{devices} devices."
         )
     compute = DTYPE_BYTES[model.compute_dtype]
-    boundary = batch * sequence // devices * model.d_model * compute
+    tokens = batch * (sequence + model.prompt_vectors)
+    boundary = tokens // devices * model.d_model * compute
     parameters = cost.parameter_count(model)
     state = parameters * MASTER_BYTES
     matrices = memory.matrix_count(model)
@@ -256,7 +257,7 @@ def _device_bytes(model, training, plan, stash):
     """
     sequence, compute = training.sequence, DTYPE_BYTES[model.compute_dtype]
     several = plan.accumulation > 1
-    rows = plan.micro_batch * sequence
+    rows = plan.micro_batch * (sequence + model.prompt_vectors)
     tokens = rows * plan.accumulation
     boundary = tokens * model.d_model * compute
     block, rest = _largest_block(model)

@@ -325,6 +325,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
       memory: bytes on the fullest chip.
     """
     config = request.config
+    row = request.sequence + config.prompt_vectors
     stage, tensor, chunks = (np.asarray(n) for n in (plan.stage, plan.tensor, plan.chunks))
     interleaved = plan.schedule == "interleaved"
     # One stage has no schedule.  Only the first schedule is legal there, so no plan counts twice.
@@ -340,7 +341,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         "feature": (np.asarray(plan.feature) > 1) & _uncut(config, tensor, plan.feature),
         "context": (np.asarray(plan.context) > 1)
         # Twice, because a device has a chunk from either end (`executors.context`).
-        & (request.sequence % (2 * np.asarray(plan.context) * tensor) != 0),
+        & (row % (2 * np.asarray(plan.context) * tensor) != 0),
         "experts": plan.exchanges
         & (
             (plan.zero < 3)
@@ -442,7 +443,12 @@ def _uneven(config, sequence, tensor):
     copies = key_value_copies(config, tensor)
     heads = (config.num_heads % tensor != 0) | (config.kv_heads * copies % tensor != 0)
     whole = (tensor > 1) & config.lacks("tensor_axis")
-    return heads | whole | (sequence % tensor != 0) | _uneven_blocks(config, tensor)
+    return (
+        heads
+        | whole
+        | ((sequence + config.prompt_vectors) % tensor != 0)
+        | _uneven_blocks(config, tensor)
+    )
 
 
 def _uneven_blocks(config, tensor):

@@ -222,7 +222,7 @@ def request_of(config: RunConfig, models_of: ModelsOf, machine: Machine) -> Requ
         config.training.optimizer,
         fused_attention=runs_fused(first, machine.chip, machine.host),
         trained=trained,
-        adapters=bool(config.training.adapter_rank),
+        adapters=config.training.freezes,
         blocks=kinds_of_remat.loops(text, first.num_layers) if mixed else (),
     )
 

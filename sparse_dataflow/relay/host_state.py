@@ -37,8 +37,8 @@ def all_sections(blocks: int) -> list[Section]:
 def view(tree: dict, section: Section) -> Any:
     """Returns views of one section of a tree like the params; writes go to the tree."""
     if isinstance(section, int):
-        return layer_view(tree["blocks"], section)
-    return tree.get(section, {})  # Adapters train no parameter of embed and head.
+        return layer_view(tree.get("blocks", {}), section)
+    return tree.get(section, {})  # Sections may have no parameter to train.
 
 
 def layer_view(stacked: object, layer: int) -> Any:
@@ -52,8 +52,9 @@ def layer_view(stacked: object, layer: int) -> Any:
 
 
 def depth_of(params: dict) -> int:
-    """Returns the number of blocks."""
-    return sum(len(jax.tree.leaves(group)[0]) for group in split_groups(params["blocks"]))
+    """Returns the number of blocks with parameters."""
+    groups = split_groups(params.get("blocks", ()))
+    return sum(len(jax.tree.leaves(group)[0]) for group in groups)
 
 
 _NO_MOMENTS: dict[str, dict] = {EMBED: {}, "blocks": {}, HEAD: {}}
@@ -92,18 +93,12 @@ def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
 
     def draw():
         key = jax.random.key(training.seed)
-        params, rest = _parts(model, training, gpt.init(model, key))
+        params, rest = trained_and_rest(model, gpt.init(model, key), training.frozen_scale)
         moments = make_optimizer(model, training).init(params)
         return TrainState(np.zeros((), np.int32), params, moments, key, rest)
 
     shapes = jax.eval_shape(draw)
     return shapes._replace(rest=stacks.with_layouts(model, shapes.rest))
-
-
-def _parts(model, training, params):
-    """Returns `partition.trained_and_rest` of a model or of a section."""
-    scale = training.adapter_scale if training.adapter_rank else None
-    return trained_and_rest(model, params, scale)
 
 
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:
@@ -136,7 +131,8 @@ def fresh_state(
 
     def fill(section, section_tree):
         """Writes one section of the parameters, a tree of the model with it alone."""
-        for tree, drawn in zip((params, rest), _parts(model, training, section_tree), strict=True):
+        drawn_trees = trained_and_rest(model, section_tree, training.frozen_scale)
+        for tree, drawn in zip((params, rest), drawn_trees, strict=True):
             if tree and drawn:
                 _fill(view(tree, section), view(drawn, 0 if isinstance(section, int) else section))
 

@@ -111,7 +111,7 @@ class Relay:
         self._put = functools.partial(_put, self._replicated)
         relay_programs.refuse_unsupported(training, self._rows.num_devices)
         rows = training.batch // training.micro_batches
-        options = options._replace(adapted=bool(training.adapter_rank))
+        options = options._replace(adapted=training.freezes)
         self._train_shape = (training.micro_batches, rows, training.sequence)
         self.programs = relay_programs.compile_groups(
             model, self._train_shape, mesh, changing=changing, options=options
@@ -179,7 +179,7 @@ class Relay:
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
         sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
-        if self.training.adapter_rank:  # Adapters train no parameter of embed and head.
+        if self.training.freezes:  # Sections without a trained parameter.
             sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
         with translated_device_errors(f"step {step + 1}"):
             server = ServerStep(self.server, state, sections, learning_rate, self.timeline)
@@ -228,7 +228,8 @@ class Relay:
             nonlocal dx, total
             (dx, gradient), done = run(block, "backward", *fetched, dx, block_batch)
             if not self.model.shared_layers:
-                server.push(block, gradient)
+                if server.trains(block):
+                    server.push(block, gradient)
             elif total is None:
                 total = _widened(gradient)
             else:
@@ -275,8 +276,8 @@ class Relay:
             jax.block_until_ready(results)
         # All results are ready at once. Wait for a small one, because the watch keeps it alive;
         # not for dx, because the next program donates it.
-        candidates = results[1] if name == "backward" else results
-        smallest = min(jax.tree.leaves(candidates), key=lambda a: a.size)
+        candidates = jax.tree.leaves(results[1] if name == "backward" else results)
+        smallest = min(candidates or [results[0].ravel()[:1]], key=lambda a: a.size)
         span = dispatched, section_name(section), self.timeline
         return results, self._watching.submit(_watch, smallest, *span)
 

@@ -147,14 +147,14 @@ class RelayExecutor(MultiProgramExecutor):
             return self.place(state(), relay.model)
         model = relay.model
         abstract = host_state.abstract_state(model, training)
-        if training.adapter_rank:
+        if training.freezes:
             abstract = abstract._replace(rest=split_layouts(abstract.rest)[1])
         files = MappedFiles(self._folder(name), abstract, identity, completed)
         relay.server.storage = files
         restored = _restore_common_step(files, training)
         if restored is not None and (saved is None or int(restored.step) >= saved):
             # The files have what is trained.
-            return restored._replace(rest=state().rest) if training.adapter_rank else restored
+            return restored._replace(rest=state().rest) if training.freezes else restored
         if saved is None and from_seed:
             blocks = self._starting_blocks(model)
             return files.new_state(

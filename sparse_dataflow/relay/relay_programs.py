@@ -240,7 +240,8 @@ def arguments(
     """
     embed, block, head = section_weights(model, options.adapted)
     batch = batch_shapes(model, shape, options)
-    x = jax.ShapeDtypeStruct((*shape, model.d_model), jnp.dtype(model.compute_dtype))
+    dims = *batch.tokens.shape, model.d_model
+    x = jax.ShapeDtypeStruct(dims, jnp.dtype(model.compute_dtype))
     stored = stacks.stored_layouts(dataclasses.replace(model, num_layers=1))
 
     def abstract(place, layout):

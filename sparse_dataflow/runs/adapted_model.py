@@ -1,4 +1,4 @@
-"""Models with a low-rank adapter on every projection, as `model.adapters` computes them."""
+"""Models with adapters on every projection, or prompt vectors, as `model.adapters` has them."""
 
 import dataclasses
 import functools
@@ -7,18 +7,24 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.files.errors import UserError
 
 
-def with_adapters(model: ModelConfig, rank: int, frozen_dtype: str = "compute") -> ModelConfig:
-    """Returns the model with an adapter on every projection; the model itself for rank 0.
+def with_adapters(
+    model: ModelConfig, rank: int, frozen_dtype: str = "compute", prompt_vectors: int = 0
+) -> ModelConfig:
+    """Returns the model with an adapter on every projection, and with prompt vectors.
 
     Args:
       model: config without adapters.
-      rank: of every adapter.
+      rank: of every adapter; 0 for none.
       frozen_dtype: of the weights under them; see `LinearSpec`.
+      prompt_vectors: see `ModelConfig`.
 
     Raises:
       UserError: a projection is narrower than the rank, has a low-rank term already, or stores
         blocks and is to be int8.
     """
+    if prompt_vectors:
+        model.refuse_experts(f"training.prompt_vectors={prompt_vectors}", "0")
+        model = dataclasses.replace(model, prompt_vectors=prompt_vectors)
     if not rank:
         return model
     model.refuse_experts(f"training.adapter_rank={rank}", "0")
@@ -46,4 +52,4 @@ def without_adapters(model: ModelConfig) -> ModelConfig:
     """Returns the base of `with_adapters`."""
     plain = functools.partial(dataclasses.replace, rank=0, frozen_dtype="compute")
     specs = {n: plain(spec) for n, spec in dict(model.linears).items()}
-    return dataclasses.replace(model, linears=specs)
+    return dataclasses.replace(model, linears=specs, prompt_vectors=0)

@@ -154,11 +154,16 @@ INT8 = _used(
     **STORED,
 )
 ADAPTERS = _used("training.adapter_rank", lambda config: config.training.adapter_rank, **STORED)
-ADAPTED_TWIN = _used(
-    "training.adapter_rank",
-    lambda config: config.training.adapter_rank and config.sparsity.projections,
-    **STORED,
-)
+PROMPTED = {"training__prompt_vectors": 2, "training__sequence": 32, **DIR}
+PROMPT = _used("training.prompt_vectors", lambda config: config.training.prompt_vectors, **PROMPTED)
+
+
+def _in_sparse_run(option: Option) -> Option:
+    """Returns an option that counts only in a run with a sparse model."""
+    sparse = lambda run: run.config and run.config.sparsity.projections  # noqa: E731
+    return dataclasses.replace(option, used=lambda run: sparse(run) and option.used(run))
+
+
 FILES = _used(
     "parallel.server_dir",
     lambda config: config.parallel.executor == "relay" and config.parallel.server_dir,
@@ -177,6 +182,7 @@ NO_ADAPTERS = _no("training.adapter_rank", 0)
 NO_TOKENS = _no("data.extend_vocabulary", 0)
 GIVEN_WEIGHTS = _other("run.init_from", _one_of(""), "DIR")
 ANY_ADAPTERS = _other("training.adapter_rank", _one_of(0), 2, **DIR)
+ANY_VECTORS = _other("training.prompt_vectors", _one_of(0), 2, training__sequence=32, **DIR)
 ANY_TEACHER = _other("training.teacher", _one_of(""), "DIR")
 ANY_NEW_TOKENS = _other("data.extend_vocabulary", _one_of(0), 8, **DIR)
 ONLY_IDS = _other("data.tokenizer", lambda name: name != "none", "none")
@@ -221,25 +227,34 @@ SETTINGS = (
     Conflict(NO_WEIGHTS, (TOKENS,), "which adds tokens to those of given weights", "a folder"),
     Conflict(SOME_LOSS, (TOKENS,), "whose new tokens are learned from all text", f"{LEGAL} all"),
     Conflict(ANY_ADAPTERS, (TOKENS,), "whose new rows adapters would freeze", f"{LEGAL} 0"),
+    Conflict(ANY_VECTORS, (TOKENS,), "whose new rows would be frozen", f"{LEGAL} 0"),
     Conflict(ANY_TEACHER, (TOKENS,), "which has another tokenizer", f"{LEGAL} none"),
     Conflict(NO_WEIGHTS, (ANSWERS,), "which trains given weights to answer", "a folder or name"),
     Conflict(RIGL, (ANSWERS,), "which rigl's gradients do not count", EVERY_OTHER),
     Conflict(NO_ADAPTERS, (INT8,), "which stores the weights under adapters", "1 or more"),
-    Conflict(NO_WEIGHTS, (ADAPTERS,), "which adapts given weights", "a folder or name"),
+    Conflict(NO_WEIGHTS, (ADAPTERS, PROMPT), "which adapts given weights", "a folder or name"),
     Conflict(
         _other("evolution.method", _one_of("static"), "rigl"),
-        (ADAPTERS,),
+        (ADAPTERS, PROMPT),
         "which freezes the weights",
         f"{LEGAL} static",
     ),
     Conflict(
         _other("run.twin", _one_of("no"), "yes"),
-        (ADAPTED_TWIN,),
+        (_in_sparse_run(ADAPTERS), _in_sparse_run(PROMPT)),
         "which adapts one model",
         f"{LEGAL} no",
     ),
     Conflict(SOME_LOSS, (TEACHER,), "which trains another loss", f"{LEGAL} all"),
     Conflict(ANY_ADAPTERS, (TEACHER,), "which trains all weights", f"{LEGAL} 0"),
+    Conflict(ANY_VECTORS, (TEACHER,), "which trains all weights", f"{LEGAL} 0"),
+    # Only the first document of a row would have the vectors in front.
+    Conflict(
+        _other("model.mask_documents", _one_of(False), True),
+        (PROMPT,),
+        "which are in front of a row, not of each of its documents",
+        f"{LEGAL} no",
+    ),
     # The forward passes of the teacher would be in the FLOPs that a narrow model gets.
     Conflict(
         _other("run.twin", _one_of("no", "yes"), "narrow"),
@@ -248,6 +263,7 @@ SETTINGS = (
         f"{LEGAL} no, yes",
     ),
     Conflict(SOME_LOSS, (MASKED,), "which hides tokens of all text", f"{LEGAL} all"),
+    Conflict(ANY_VECTORS, (MASKED,), "which reads rows from both ends", f"{LEGAL} 0"),
     Conflict(ANY_TEACHER, (MASKED,), "which predicts no next token", f"{LEGAL} none"),
     Conflict(ANY_NEW_TOKENS, (MASKED,), "whose mask token would get another id", f"{LEGAL} 0"),
     Conflict(ONLY_IDS, (MASKED,), "which has no id to spare for a mask token", f"{LEGAL} a name"),

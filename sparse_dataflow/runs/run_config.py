@@ -289,8 +289,9 @@ class RunConfig(Readable):
         self.sparsity.linears(self.model)
         if self.model.remat != remat.AUTO:
             remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number.
-        sequence = self.training.sequence
-        self.model.check_context(sequence, f"training.sequence={sequence}")
+        sequence, vectors = self.training.sequence, self.training.prompt_vectors
+        more = f" after training.prompt_vectors={vectors}" if vectors else ""
+        self.model.check_context(sequence + vectors, f"training.sequence={sequence}{more}")
         compatibility.refuse(self)
 
     @property

@@ -58,7 +58,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         seed=config.training.seed,
         bidirectional=config.training.hides_tokens,
     )
-    adapted = config.training.adapter_rank, config.training.frozen_dtype
+    training = config.training
+    adapted = training.adapter_rank, training.frozen_dtype, training.prompt_vectors
     if name != "sparse" and config.sparsity.projections:
         # A twin is the plain training to compare with: no teacher, and dense from the start.
         plain = dataclasses.replace(config.training, teacher="")

@@ -139,6 +139,59 @@ def test_adapters_on_an_int8_base_load_resume_and_export_as_they_were_trained(pl
     assert losses[0][-1] < losses[0][0] and losses[1][-1] == losses[2][-1]
 
 
+def test_a_run_of_prompt_vectors_saves_resumes_loads_and_says_what_has_no_place_for_them(place):
+    changes = {"training__adapter_rank": 0, "training__prompt_vectors": 4}
+    config = config_of(place, "prompted", **changes)
+    trained = sd.train(config)
+    about = json.loads((checkpoint(trained.folder, 4) / "extra.json").read_text())
+    names = {name for name in about["state"] if name.startswith("params")}
+    assert len(names) == 1 and "prompt" in names.pop()
+    model, base = sd.load(trained.folder), sd.load(place / "base")
+    vectors = model.params["embed"].pop("prompt")
+    assert jax.tree.all(jax.tree.map(np.array_equal, model.params, base.params))
+    model.params["embed"]["prompt"] = vectors
+    # They begin as embeddings of tokens and move.
+    distances = np.abs(vectors[:, None] - base.params["embed"]["tokens"]).max(-1).min(-1)
+    assert vectors.shape == (4, base.model.d_model) and (distances > 0).all()
+    assert np.abs(sd.logits(model, IDS) - sd.logits(base, IDS)).max() > 1e-3
+    (text,) = sd.generate(model, ["1+1="], max_new_tokens=2)
+    assert len(text.tokens) == 2
+    resumed = place / "prompted_resumed"
+    shutil.copytree(trained.folder, resumed)
+    shutil.rmtree(checkpoint(resumed, 4))
+    assert sd.train(request.Request(resume=str(resumed)).config(sparse=False), resume=True).finished
+    assert np.array_equal(sd.load(resumed).params["embed"]["prompt"], vectors)
+    for form in ("dense", "sparse", "program", "gguf", "adapter"):
+        with pytest.raises(UserError, match=r"form has no place .*=4; legal with them: the run"):
+            sd.save(model, place / "none", form)
+    with pytest.raises(UserError, match=r"init_from=.* has no place"):
+        sd.train(config_of(place, "none", run__init_from=str(trained.folder)))
+    with pytest.raises(UserError, match="A pruned model has no place"):
+        sd.prune(model, batches=[IDS])
+    assert not (place / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model__mask_documents": True}, "not of each of its documents; legal with it: no"),
+        (
+            {"run__init_from": ""},
+            "training.prompt_vectors adapts given weights; legal with run.init_from",
+        ),
+        ({"training__optimizer": "muon"}, "legal with it: adamw"),
+        (
+            {"model__positions": "learned", "model__max_len": 32},
+            "training.sequence=32 after training.prompt_vectors=4 is longer .*legal: 1 to 32",
+        ),
+    ],
+)
+def test_prompt_vectors_are_refused_before_any_work(place, changes, words):
+    vectors = {"training__adapter_rank": 0, "training__prompt_vectors": 4}
+    with pytest.raises(UserError, match=words):
+        config_of(place, "none", **vectors | changes)
+
+
 def test_an_evaluation_counts_the_answers_that_training_counts(run, place):
     pytest.importorskip("lm_eval")
     task = place / "task.jsonl"

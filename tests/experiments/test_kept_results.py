@@ -66,7 +66,9 @@ def test_a_time_in_the_readme_is_that_of_its_kept_file(label):
 def test_the_readme_has_the_speed_of_a_real_model_from_its_kept_file():
     kept = json.loads((RESULTS / "real_models/speed_smollm2.json").read_text(encoding="utf-8"))
     readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
-    [row] = [line for line in readme.splitlines() if line.startswith("| Tokens a second of SmolLM2")]
+    [row] = [
+        line for line in readme.splitlines() if line.startswith("| Tokens a second of SmolLM2")
+    ]
     forms = "ours, bfloat16", "ours, half, bfloat16"
     ratios = [f"{kept['rows'][form]['speed_over_f16']:.2f}" for form in forms]
     assert re.findall(r"\b(\d\.\d\d)\b", row) == ratios

@@ -77,7 +77,7 @@ class Beginning:
         """
         to_pattern = self.config.run.prune_to == "pattern"
         for v in models:
-            if v.training.adapter_rank:
+            if v.training.freezes:
                 base = self._base(tokenizer, record)
                 starting_point.refuse_other_base(base, v.model)
                 say(f"{v.name:>6}: adapters on {base.words}")
@@ -103,7 +103,7 @@ class Beginning:
         def initial():
             run, calibration = self.config.run, []
             weights = self.weights(tokenizer)
-            if v.training.adapter_rank:
+            if v.training.freezes:
                 return starting_point.adapter_state_from(weights, v.model, v.training, executor)
             if run.prune_by == "rebuild" and v.model.partial_projections:
                 batches = map(data.train.__getitem__, itertools.count())
@@ -122,7 +122,7 @@ class Beginning:
         Args:
           record: of the run, which has begun.
         """
-        if not v.training.adapter_rank:
+        if not v.training.freezes:
             return None
         source = {name: (record.init_from or {}).get(name) for name in ("path", "weights")}
 

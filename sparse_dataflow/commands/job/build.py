@@ -145,7 +145,7 @@ def _say_all(sentences: Iterable[str]) -> None:
 def _isolated_features(models: Sequence[Variant]) -> Iterator[str]:
     """Yields a sentence for each model that is cut into parts which never meet."""
     for v in models:
-        if v.training.adapter_rank:  # An adapter mixes all features.
+        if v.training.freezes:  # An adapter mixes all features, and vectors change no weight.
             continue
         fixed = [spec.model for spec in v.phase_specs if not spec.runtime_layouts]
         count = max(map(isolated_components, fixed), default=1)

@@ -77,7 +77,7 @@ def refuse_weights(config: RunConfig) -> None:
     Raises:
       UserError: naming what differs.
     """
-    if not config.run.init_from or config.training.adapter_rank:
+    if not config.run.init_from or config.training.freezes:
         return
     from sparse_dataflow.interchange import starting_point
 

@@ -69,7 +69,7 @@ def memory_of(
             model,
             training.sequence,
             plan_of(model, training, executor, "full", chip),
-            bool(training.adapter_rank),
+            training.freezes,
             remat.kinds(model.remat, model.num_layers),
         )
         for model in phases

@@ -306,7 +306,7 @@ def run_costs(models: list[Variant], chip: Chip, executor: Executor) -> list[rem
             v.training.sequence,
             plan_of(p.priced_model, v.training, executor, "none", chip),
             chip,
-            bool(v.training.adapter_rank),
+            v.training.freezes,
             sum(resident) - own,
         )
         for v, own in zip(models, resident, strict=True)
@@ -316,7 +316,7 @@ def run_costs(models: list[Variant], chip: Chip, executor: Executor) -> list[rem
 
 def _resident(model, training, executor, chip):
     plan = plan_of(model, training, executor, "none", chip)
-    each = plan_memory.run_bytes(model, training.sequence, plan, bool(training.adapter_rank))
+    each = plan_memory.run_bytes(model, training.sequence, plan, training.freezes)
     return float(each.parameters + each.moments + each.layout_tables)
 
 

@@ -105,6 +105,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
         sets it; no setting.
       shared_layers: whether all layers apply one block, whose parameters exist once.  A phase of
         the evolution method shared_to_own; no setting.
+      prompt_vectors: trained vectors in front of each row of tokens; see `model.adapters`.
+        training.prompt_vectors sets it; no setting.
       left_out: hidden features of each MLP that are left out, beside the d_ff that take part.  A
         phase of the evolution method omit_features; no setting.
       seed: offset of the patterns, and so the seed of random ones.
@@ -245,6 +247,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     )
     bidirectional: bool = False
     shared_layers: bool = False
+    prompt_vectors: int = 0
     left_out: int = 0
     seed: int = 0
 
@@ -435,6 +438,22 @@ class ModelConfig(AttentionSettings, RotarySettings):
             raise UserError(
                 f"{feature} reads text from left to right, and the model was trained with "
                 f"training.objective=masked; legal with it: {legal}."
+            )
+
+    def refuse_prompt(self, feature: str, legal: str) -> None:
+        """Refuses a model of training.prompt_vectors where a feature reads tokens alone.
+
+        Args:
+          feature: words that begin the sentence.
+          legal: what is legal with such a model.
+
+        Raises:
+          UserError: the model has vectors in front of its tokens.
+        """
+        if self.prompt_vectors:
+            raise UserError(
+                f"{feature} has no place for the trained vectors of training.prompt_vectors="
+                f"{self.prompt_vectors}; legal with them: {legal}."
             )
 
     def dropless(self) -> "ModelConfig":

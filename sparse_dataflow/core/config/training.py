@@ -71,7 +71,7 @@ class TrainingConfig(Readable):
       state_dtype: masters, sums over micro-batches and all arithmetic are float32.
       skip_spikes: spikes are explained in `optim.loss_spikes`.
       objective: "masked" is BERT's (arXiv 1810.04805, section 3.1); see `data.masking`.
-      adapter_rank: adapters are explained in `model.adapters`.
+      adapter_rank: adapters are explained in `model.adapters`, also for prompt_vectors.
       teacher: the loss is (1 - teacher_weight) times that of the next tokens, plus teacher_weight
         times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
     """
@@ -190,6 +190,12 @@ class TrainingConfig(Readable):
     adapter_alpha: float = setting(
         16.0, "Adapters are multiplied by this over their rank.", legal=positive(10**6)
     )
+    prompt_vectors: int = setting(
+        0,
+        "Trained vectors in front of each row of text, on the frozen weights of run.init_from; 0 "
+        "is none.",
+        legal=between(0, MOST_SIZE),
+    )
     frozen_dtype: str = setting(
         "compute",
         "Dtype of the dense projections under adapters: compute is model.compute_dtype, int8 has "
@@ -230,10 +236,10 @@ class TrainingConfig(Readable):
                 f"training.mask_replaced={self.mask_replaced:g} and training.mask_random="
                 f"{self.mask_random:g} are more than all hidden tokens; legal: up to 1 together."
             )
-        if self.adapter_rank and self.optimizer == "muon":
+        if self.freezes and self.optimizer == "muon":
             raise UserError(
-                f"training.optimizer=muon orthogonalises the weights of projections, which "
-                f"training.adapter_rank={self.adapter_rank} freezes; legal with it: adamw."
+                "training.optimizer=muon orthogonalises the weights of projections, which "
+                "training.adapter_rank and training.prompt_vectors freeze; legal with it: adamw."
             )
         if self.micro_batches and self.batch % self.micro_batches:
             divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]
@@ -297,6 +303,16 @@ class TrainingConfig(Readable):
         return round(self.new_rows_first * self.steps) if self.new_rows else 0
 
     @property
+    def freezes(self) -> bool:
+        """Whether the weights of run.init_from are frozen, and adapters or vectors trained."""
+        return bool(self.adapter_rank or self.prompt_vectors)
+
+    @property
     def adapter_scale(self) -> float:
-        """Factor of every adapter: alpha / rank."""
-        return self.adapter_alpha / self.adapter_rank
+        """Factor of every adapter: alpha / rank; 0 without adapters."""
+        return self.adapter_alpha / self.adapter_rank if self.adapter_rank else 0.0
+
+    @property
+    def frozen_scale(self) -> float | None:
+        """`adapter_scale`; None if all weights are trained."""
+        return self.adapter_scale if self.freezes else None

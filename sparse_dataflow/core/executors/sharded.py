@@ -72,9 +72,8 @@ class Sharded(TracedExecutor):
         super().check(model, training)
         if self.exchange:
             sharding.refuse_exchange(self.mesh, model)
-        sharding.refuse_indivisible(
-            self.mesh, model, training.batch, training.micro_batches, training.sequence
-        )
+        row = training.sequence + model.prompt_vectors
+        sharding.refuse_indivisible(self.mesh, model, training.batch, training.micro_batches, row)
         rows = training.batch // training.micro_batches // meshes.batch_shards(self.mesh)
         if rows % self.sub_batches:
             most = min(rows, MOST_SUB_BATCHES)

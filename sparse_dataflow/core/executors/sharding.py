@@ -60,7 +60,7 @@ RULES = (
     # Arrays of weights are in no row: their kinds say how they are cut.
     (r"embed\.tokens|head\.output", P(MODEL_AXES, "fsdp")),
     (r"head\.output_bias", P(MODEL_AXES)),
-    (r"embed\.positions", P(None, "fsdp")),
+    (r"embed\.(positions|prompt)", P(None, "fsdp")),
     (rf"{_EXPERTS}({_COLUMN})\.bias", P("stage", None, "tensor")),
     (rf"{_BLOCKS}(?:experts\.shared\.)?({_COLUMN})\.bias", P("stage", MODEL_AXES)),
     (rf"{_BLOCKS}(?:experts\.shared\.)?({_ROW})\.bias", P("stage", "feature")),

@@ -18,6 +18,7 @@ from sparse_dataflow.core.config import remat
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
+from sparse_dataflow.core.model.adapters import with_prompt
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
@@ -403,13 +404,15 @@ def measured_loss(
 def local_batch(
     config: ModelConfig, batch: Batch, rank: Rank = SINGLE_RANK, padded: bool = False
 ) -> Batch:
-    """Returns the tokens of a rank, with all that the sections read of them but `routed`.
+    """Returns the tokens of a rank behind the prompt vectors of the model, with all that the
+    sections read of them but `routed`.
 
     Args:
       batch: all tokens of the rank's rows.
       rank: device whose rows these are.
       padded: whether ends of text before an end of text are padding, which has no experts.
     """
+    batch = with_prompt(config, batch)
     if config.mask_documents and batch.documents is None:
         documents = document_numbers(batch.tokens, config.vocab_size - 1)
         batch = dataclasses.replace(batch, documents=documents)
@@ -482,7 +485,7 @@ def hidden_states(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.A
     """Returns the normalised hidden states [B, T, D] of int32 [B, T] tokens."""
     batch = local_batch(config, Batch(tokens))
     x, _, _ = _residual(config, params["embed"], params, batch, SINGLE_RANK)
-    return gpt.head(config, params["head"], x)
+    return gpt.head(config, params["head"], x)[:, config.prompt_vectors :]
 
 
 def token_scores(
@@ -507,6 +510,8 @@ def token_scores(
     embed, head = (rank.section(params, name) for name in ("embed", "head"))
     if config.bidirectional:
         batch = _without_padding(config, batch)
+    # Each row has the prompt vectors in front of its tokens.
+    places = places + config.prompt_vectors * (1 + places // batch.tokens.shape[1])
     local = local_batch(config, batch, rank)
     x, _, _ = _residual(config, embed, params, local, rank)
     if rank.context is not None:
@@ -526,7 +531,7 @@ def logits(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
     batch = local_batch(config, Batch(tokens))
     x, _, _ = _residual(config, params["embed"], params, batch, SINGLE_RANK)
-    return gpt.logits(config, params, x)
+    return gpt.logits(config, params, x[:, config.prompt_vectors :])
 
 
 def loss_and_gradients(

@@ -1,10 +1,15 @@
-"""Low-rank adapters of a projection, beside its weight.
+"""What is trained beside frozen weights: low-rank adapters of projections, and prompt vectors.
 
 An adapter is the low-rank term of a projection of a frozen model (LoRA, arXiv 2106.09685; see
 `model.projection`): y = x W + alpha / rank * x A B.  Its factors A (`a_kernel`) and B (`b_kernel`,
 zero at the start) are trained, and its gate is alpha / rank.  Everything but the factors is the
 frozen base.  It needs no gradient, no optimizer state and no float32 master, so its matrices are
 stored in the compute dtype, to which every product casts them anyway.
+
+Prompt vectors (CPM-2, arXiv 2106.10715; arXiv 2104.08691) stand in front of each row of tokens, at
+its first positions, in place of embeddings.  A row has them as ids that follow the vocabulary
+(`with_prompt`), so positions, masks and meshes treat them as tokens.  No loss counts them: their
+targets have no weight, and `executors.whole` returns no states of them.
 """
 
 import dataclasses
@@ -12,7 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.weights.dense import Dense, Quantised
@@ -24,10 +31,29 @@ from sparse_dataflow.core.weights.kind import (
 )
 from sparse_dataflow.files.errors import UserError
 
+PROMPT = "prompt"
+"""Name of the vectors in the section "embed"."""
 
-def is_factor(model: ModelConfig, path: tuple) -> bool:
-    """Returns whether an array at a `jax.tree_util` path is a factor of an adapter, which alone is
-    trained."""
+
+def with_prompt(model: ModelConfig, batch: Batch) -> Batch:
+    """Returns a batch of tokens with the model's prompt vectors in front of each row."""
+    count = model.prompt_vectors
+
+    def extended(name, rows):
+        ids = model.vocab_size + np.arange(count) if name == "tokens" else np.zeros(count)
+        front = jnp.broadcast_to(ids.astype(rows.dtype), (len(rows), count))
+        return jnp.concatenate([front, rows], axis=1)
+
+    if not count:
+        return batch
+    return batch.with_rows({name: extended(name, rows) for name, rows in batch.rows.items()})
+
+
+def is_trained(model: ModelConfig, path: tuple) -> bool:
+    """Returns whether an array at a `jax.tree_util` path is trained beside frozen weights: a factor
+    of an adapter, or the prompt vectors."""
+    if path[-1].key == PROMPT:
+        return True
     leaf, (*_, projection, key) = leaf_of(model, path), path
     is_matrix = leaf is not None and leaf.role == MATRIX
     return is_matrix and key.key in model.linear(projection.key).term_leaves
@@ -39,7 +65,7 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
     Args:
       model: config with adapters.
       params: parameter tree, with adapters or without.
-      scale: gate of every adapter.
+      scale: gate of every adapter; see `TrainingConfig.adapter_scale`.
     """
     dtype = jnp.dtype(model.compute_dtype)
 
@@ -78,6 +104,9 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
         for group in split_groups(params["blocks"])
     ]
     params = {**params, "blocks": join_groups(groups)}
+    if "embed" in params:  # A section may stand alone.
+        embed = params["embed"].items()
+        params["embed"] = {name: leaf for name, leaf in embed if name != PROMPT}
     base = jax.tree_util.tree_map_with_path(cast, params)
     groups = [
         {name: with_gate(module, name) for name, module in group.items()}

@@ -15,6 +15,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 |---|---|---|---|
 | embed | tokens | [V, D] | all |
 | embed | positions | [max_len, D] | positions="learned" |
+| embed | prompt | [prompt_vectors, D] | prompt_vectors |
 | block | NORM.scale | [D] | each name in `norms` |
 | block | NORM.bias | [D] | norm="layernorm" |
 | block | q_norm.scale, k_norm.scale | [K] | qk_norm with qk_norm_scope="head" |
@@ -43,6 +44,7 @@ without grouped queries [head, (query, key, value), K].
 Shapes in names: B batch, T tokens, D d_model, H heads, N = B * T.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -63,6 +65,7 @@ from sparse_dataflow.core.config.layer_groups import join_groups, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import MLP
 from sparse_dataflow.core.model import left_out, scales
+from sparse_dataflow.core.model.adapters import PROMPT
 from sparse_dataflow.core.model.mlp import Mlp, draw_mlp, draw_projections
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard, normalise
 from sparse_dataflow.core.ops import dispatch, platforms
@@ -277,6 +280,9 @@ def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
         if config.positions == "learned":
             shape = (config.max_len, config.d_model)
             params["positions"] = 0.01 * jax.random.normal(rngs.params(), shape)
+        if config.prompt_vectors:
+            shape = (config.prompt_vectors, config.d_model)
+            params[PROMPT] = 0.02 * jax.random.normal(rngs.params(), shape)
     elif section == "head":
         params = _draw_norms(config, ("norm",), rngs)
         if not config.tied_embeddings:
@@ -324,7 +330,10 @@ def embed(
       UserError: T exceeds the positions that the model has.
     """
     if isinstance(table := params["tokens"], Weight):  # In a form for decoding.
-        params = {**params, "tokens": table.columns(tokens_BxT.reshape(-1))}
+        rows_NxD = table.columns(_real_tokens(config, tokens_BxT).reshape(-1))
+        rows_NxD = _with_vectors(config, params, tokens_BxT.reshape(-1), rows_NxD)
+        config = dataclasses.replace(config, prompt_vectors=0)
+        params = {**params, "tokens": rows_NxD}
         tokens_BxT = jnp.arange(tokens_BxT.size).reshape(tokens_BxT.shape)
     return embed_and_table(config, params, tokens_BxT, batch, shard)[0]
 
@@ -342,11 +351,12 @@ def embed_and_table(
     dtype, table_VxD = jnp.dtype(config.compute_dtype), params["tokens"]
     if axes := shard.vocabulary_axes:
         partial = cross_entropy.lookup(table_VxD.astype(dtype), tokens_BxT, axes)
+        partial = _with_vectors(config, params, tokens_BxT, partial, axes)
         x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
     else:
-        x_BxTxD, table_VxD = lookup_and_table(
-            table_VxD.astype(dtype), shard.slice(tokens_BxT, axis=1)
-        )
+        local = shard.slice(tokens_BxT, axis=1)
+        x_BxTxD, table_VxD = lookup_and_table(table_VxD.astype(dtype), _real_tokens(config, local))
+        x_BxTxD = _with_vectors(config, params, local, x_BxTxD)
         x_BxTxD = shard.slice_features(x_BxTxD, shard.residual_run)
     if (scale := scales.embedding_scale(config)) != 1:
         x_BxTxD *= jnp.asarray(scale, dtype)
@@ -359,6 +369,25 @@ def embed_and_table(
         positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
         x_BxTxD += broadcast_like(positions, x_BxTxD)
     return x_BxTxD, table_VxD
+
+
+def _real_tokens(config, tokens):
+    """Returns the tokens, with another one in place of each trained vector."""
+    return jnp.minimum(tokens, config.vocab_size - 1) if config.prompt_vectors else tokens
+
+
+def _with_vectors(config, params, tokens, x, axes=()):
+    """Returns the embeddings of tokens with the trained vectors, whose ids follow the vocabulary.
+
+    Of `axes`, over which the embeddings are a sum, the first device adds the vectors.
+    """
+    if not config.prompt_vectors:
+        return x
+    numbers = tokens - config.vocab_size
+    vectors = lookup(params[PROMPT].astype(x.dtype), jnp.maximum(numbers, 0))
+    if axes:
+        vectors = jnp.where(lax.axis_index(axes) == 0, vectors, 0)
+    return jnp.where((numbers >= 0)[..., None], vectors, x)
 
 
 def block(

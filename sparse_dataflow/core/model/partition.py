@@ -27,7 +27,7 @@ def trained_and_rest(
     """
     if adapter_scale is None:
         return without_tables(model, params)
-    trained = part(params, functools.partial(adapters.is_factor, model))
+    trained = part(params, functools.partial(adapters.is_trained, model))
     return trained, adapters.frozen(model, params, adapter_scale)
 
 

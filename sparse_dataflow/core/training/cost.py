@@ -13,7 +13,9 @@ Counting rules of the project:
   of it the sliding window; both halves if the model is bidirectional.  (PaLM, arXiv 2204.02311,
   appendix B, counts the whole square.)
 - A depth schedule leaves blocks out of a step: FLOPs count the share of the blocks that take part.
-- With adapters, the backward pass has no gradient of the frozen weights: half of its FLOPs there.
+- With adapters or prompt vectors, the backward pass has no gradient of the frozen weights: half of
+  its FLOPs there.
+- Prompt vectors are computed as tokens.  Their FLOPs count in those of the text behind them.
 - Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
   section 6.2).
 
@@ -103,7 +105,7 @@ def flops_per_token(
       config: the model.
       sequence: tokens of a sequence, which attention's FLOPs grow with.
       training: whether to count forward and backward pass; False counts the forward pass.
-      adapters: whether training freezes everything but the low-rank terms.
+      adapters: whether training freezes everything but low-rank terms and prompt vectors.
       depth: mean share of the blocks that take part in a step; see `DepthSchedule`.
 
     Raises:
@@ -119,12 +121,13 @@ def flops_per_token(
     """
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
+    row = sequence + config.prompt_vectors
     fractions, layers = stored_fractions(config), depth * config.num_layers
     forward, trained = {"embed": 0.0}, {}
     for name in config.projections:
         if name == "attn_out":
             width = config.num_heads * config.head_width
-            forward["attention"] = 2 * 2.0 * layers * visible_keys(config, sequence) * width
+            forward["attention"] = 2 * 2.0 * layers * visible_keys(config, row) * width
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
         weights = fan_in * fan_out * fractions[name]
@@ -144,7 +147,7 @@ def flops_per_token(
     backward = BACKWARD_PER_FORWARD / 2 if training else 0
     return SectionFlops(
         {
-            name: flops + backward * (flops + trained.get(name, 0.0))
+            name: row / sequence * (flops + backward * (flops + trained.get(name, 0.0)))
             for name, flops in forward.items()
         }
     )
@@ -260,7 +263,8 @@ def parameter_count(config: ModelConfig) -> int:
         block += round(spec.term.stored(spec, (fan_in, fan_out))) if spec.term else 0
     # The router's columns.
     block += config.d_model * (config.experts + config.shared_gate)
-    return embeddings(config) + stored + config.stored_layers * block + norm
+    prompt = config.prompt_vectors * config.d_model
+    return embeddings(config) + prompt + stored + config.stored_layers * block + norm
 
 
 def embeddings(config: ModelConfig) -> int:

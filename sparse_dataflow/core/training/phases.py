@@ -117,7 +117,7 @@ def token_flops(
     Args:
       depth: see `cost.flops_per_token`.
     """
-    adapters = bool(training.adapter_rank)
+    adapters = training.freezes
     flops = cost.flops_per_token(model, training.sequence, adapters=adapters, depth=depth).total
     if training.teacher and teacher is not None:
         flops += teacher.flops_per_token(training.sequence)

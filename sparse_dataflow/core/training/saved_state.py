@@ -246,4 +246,4 @@ def abstract_saved_state(
     model = phases[phase_before(phases, step)].model
     state = abstract_state(model, training, executor)
     state = state._replace(rest=stacks.with_layouts(model, state.rest))
-    return SavedState.of(state, has_base=bool(training.adapter_rank))
+    return SavedState.of(state, has_base=training.freezes)

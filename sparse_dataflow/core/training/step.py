@@ -70,8 +70,7 @@ def _draw(model, training, executor):
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
         params: Any = gpt.init(model, init_key)
-        scale = training.adapter_scale if training.adapter_rank else None
-        params, rest = trained_and_rest(model, params, scale)
+        params, rest = trained_and_rest(model, params, training.frozen_scale)
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
         return TrainState(step, params, moments, key, rest)
 

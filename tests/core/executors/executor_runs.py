@@ -203,6 +203,8 @@ OPTIONS = {
     "lion": {"optimizer": "lion"},
     "schedule_free": {"optimizer": "schedule_free"},
     "adapters": {"adapter_rank": 4},
+    # As many as tokens, so that meshes cut a row where its tokens begin.
+    "prompt": {"prompt_vectors": 8},
     "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
     "teacher": {"teacher": "folder"},
     # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
@@ -274,7 +276,8 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, sparse_rate=2.0,
         **{"clip": CLIP, **changes},
     )  # fmt: skip
-    model = adapted_model.with_adapters(model, training.adapter_rank, training.frozen_dtype)
+    adapted = training.adapter_rank, training.frozen_dtype, training.prompt_vectors
+    model = adapted_model.with_adapters(model, *adapted)
     model = dataclasses.replace(model, bidirectional=training.hides_tokens)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
@@ -285,7 +288,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         tokens %= model.vocab_size - 1  # An end of text in front of padding would be padding.
         tokens[:, :, 1:] = np.where(padding, model.vocab_size - 1, tokens[:, :, 1:])
         weights = np.where(padding, 0, weights).astype(np.float32)
-    counted = weights / weights.sum() if training.adapter_rank or padded else None
+    counted = weights / weights.sum() if training.freezes or padded else None
     batches = [Rows(Batch.from_windows(rows, counted), BATCH) for rows in tokens]
     held_out = Rows(Batch.from_windows(tokens[0], weights), BATCH)
     if training.hides_tokens:
@@ -424,7 +427,10 @@ def without_key_bias(params):
         bias = bias.reshape(len(bias), DENSE.num_heads, 3, -1)
         return {**blocks, "qkv": {**blocks["qkv"], "bias": bias[:, :, [0, 2]]}}
 
-    return {**params, "blocks": [without(blocks) for blocks in split_groups(params["blocks"])]}
+    return {
+        **params,
+        "blocks": [without(blocks) for blocks in split_groups(params.get("blocks", {}))],
+    }
 
 
 def error(mine, right):
@@ -455,7 +461,10 @@ def compare(name, texts):
     model, changes, errors = MODELS[name], OPTIONS[option], {}
     start = initial_state(
         adapted_model.with_adapters(
-            model, changes.get("adapter_rank", 0), changes.get("frozen_dtype", "compute")
+            model,
+            changes.get("adapter_rank", 0),
+            changes.get("frozen_dtype", "compute"),
+            changes.get("prompt_vectors", 0),
         ),
         TrainingConfig(
             STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n not in RUN_OPTIONS}
@@ -474,7 +483,8 @@ def compare(name, texts):
         names, expected_names = (set(run["metrics"][0]) for run in (mine, right[reference]))
         assert names == expected_names, (text, names ^ expected_names)
         # The gradients of adapters are small.
-        assert "adapter_rank" in changes or max(max(each.values()) for each in mine["norms"]) > CLIP
+        adapted = {"adapter_rank", "prompt_vectors"} & set(changes)
+        assert adapted or max(max(each.values()) for each in mine["norms"]) > CLIP
         errors[text] = {
             key: error(mine[key], right[reference][key]) for key in mine if key != "text"
         }

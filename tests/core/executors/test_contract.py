@@ -85,6 +85,7 @@ DAILY = [
     ("sparse_depth", "on:4,stage:2,fsdp:2/3/2/1f1b/1", "on:2,stage:2/0/2/gpipe/1/1+2"),
     ("shared", "on:4,stage:2,tensor:2/2/2/1f1b/1"),
     ("llama+adapters", "on:4,stage:2,fsdp:2/3/2/1f1b/1"),
+    ("llama+prompt", "on:4,context:2,tensor:2/0/2", "on:4,stage:2,fsdp:2/3/2/1f1b/1"),
     ("documents", "on:4,stage:2,context:2/3/2/zero_bubble/1"),
     ("llama+answers", "halves,on:4,stage:2,context:2/3/2/1f1b/1"),
     ("sparse+teacher", "on:4,stage:2,context:2/2/2/1f1b/1"),
@@ -112,6 +113,7 @@ DAILY = [
     ("experts", "exchange,stage:2,fsdp:2,tensor:2/3/1/1f1b/1"),
     # The relay: one block at a time.
     ("llama+adapters", "relay/device/2"),
+    ("llama+prompt", "relay/device/2", "relay/host/1"),
     ("sparse_depth+adapters", "relay/host/1"),
     ("dense+int8", "relay/device/1", "relay,data:2/device/1"),
     ("dense+new_rows", "relay/device/1", "relay/host/2"),
@@ -180,6 +182,8 @@ AT_NIGHT = [
     ("gemma2", "fsdp:2,context:4/3/1"),
     ("llama+answers", "fsdp:4,context:2/3/1"),
     ("llama+adapters", "fsdp:4,context:2/3/1"),
+    ("gemma2+prompt", "data:2,fsdp:2,tensor:2/3/2", "fsdp:4,feature:2/3/1"),
+    ("llama+prompt", "fsdp:4,context:2/3/1", "relay,data:2/device/1"),
     ("dense_deep", "stage:2,data:2,tensor:2/3/4/gpipe/1"),
     ("sparse_deep", "stage:4,tensor:2/3/4/zero_bubble/1"),
     (

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.planner.step_time import Section
 from sparse_dataflow.reporting import templates
-from sparse_dataflow.reporting.figures import search as search_figures
+
+from . import search_figures
 
 
 @dataclasses.dataclass(frozen=True)
