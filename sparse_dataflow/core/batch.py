@@ -84,6 +84,7 @@ class Batch:
             return self
         # A batch on the host stays there.
         xp: Any = np if isinstance(self.targets, np.ndarray) else jnp
+        # All shards have equally many targets, so the weights of all shards add up to 1.
         mean = xp.full(self.targets.shape, 1 / (self.targets.size * shards), np.float32)
         return dataclasses.replace(self, token_weights=mean)
 

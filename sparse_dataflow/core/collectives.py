@@ -60,6 +60,7 @@ def broadcast(value: object) -> Any:
     if jax.process_count() == 1:
         return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # A broadcast needs one shape on all processes, so the length goes first.
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     buffer = text if is_first() else np.zeros(length, np.uint8)
     return json_files.parse(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
@@ -86,6 +87,7 @@ def on_first(function: Callable[[], Any]) -> Any:
             result = function()
         except UserError as refusal:
             error = str(refusal)
+    # The error too: a process that raised alone would leave the others waiting.
     result, error = broadcast((result, error))
     if error is not None:
         raise UserError(error)
@@ -118,6 +120,7 @@ def first_message(message: object | None) -> str | None:
     if jax.process_count() == 1:
         return None if message is None else str(message)
     size = 1000
+    # Of a fixed size: all processes send equally many bytes, also those without a message.
     buffer = np.frombuffer(str(message or "").encode()[:size].ljust(size), np.uint8)
     for row in multihost_utils.process_allgather(buffer):
         if text := row.tobytes().decode(errors="replace").strip():

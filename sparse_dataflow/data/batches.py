@@ -99,6 +99,7 @@ def drawn_before(weights: Sequence[float], phase: float, number: int) -> list[in
 
 
 def _next_times(weights, phase, counts):
+    # Different offsets: sources of equal weight take turns instead of coming together.
     offsets = [(phase + source / len(weights)) % 1 for source in range(len(weights))]
     return [(c + o) / w for c, o, w in zip(counts, offsets, weights, strict=True)]
 
@@ -154,6 +155,8 @@ class TrainBatches:
         import grain
 
         return [
+            # Shuffle before repeat, so that every epoch has each window once, in an order of its
+            # own.
             grain.MapDataset.source(windows).seed((self.seed + number) % 2**32).shuffle().repeat()
             for number, windows in enumerate(self._sources)
         ]
@@ -216,6 +219,7 @@ class TrainBatches:
         import grain
 
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=_PREFETCHED_BATCHES)
+        # Endless for any run; grain's reader wants a length.
         steps = grain.MapDataset.range(start_step, start_step + 2**48)
         return iter(steps.map(self.__getitem__).to_iter_dataset(options))
 
@@ -294,6 +298,8 @@ class EvalBatches:
             number = index * self.batch_size + row
             if number < self.windows:
                 start = self.place(number) * length
+                # One token more than the length: inputs are all but the last, targets all but the
+                # first.
                 window = self.tokens[start : start + length + 1]
                 tokens[local_row, : len(window)] = window
                 weights[local_row, : len(window) - 1] = 1

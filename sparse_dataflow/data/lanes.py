@@ -118,6 +118,7 @@ class Lane:
         key: Hashable = None,
     ):
         self._stream, self._number, self._seed = stream, number, seed
+        # Every `lanes`-th shard, so that lanes have about equally many, of all parts of the corpus.
         self._shards = stream.shards[number::lanes]
         self._tokenizer, self._length = tokenizer, length
         self._starts, self._skipped, self._key = starts, skipped, key
@@ -145,6 +146,8 @@ class Lane:
         """
         with self._lock:
             if number not in self._blocks:
+                # Blocks vary in documents, so where one begins is known only by reading those
+                # before it.
                 known, start = self._starts.latest(self._key, number)
                 if known < number - 1 and self._number == 0:
                     _LOG.info("%s: reads again from block %d", self._stream.name, known)
@@ -166,6 +169,7 @@ class Lane:
         tokens = reader.take(count)
         self._reader = reader
         self._starts.add(self._key, block + 1, reader.position)
+        # [windows, length + 1]: neighbouring windows share a token, the last target of one.
         rows = np.arange(self.windows_a_block)[:, None] * self._length
         return tokens[rows + np.arange(self._length + 1)], reader.position
 

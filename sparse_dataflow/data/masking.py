@@ -76,7 +76,9 @@ class Masking:
         tokens, weights = inputs.copy(), np.zeros(inputs.shape, np.float32)
         replaced, drawn = self.training.mask_replaced, self.training.mask_random
         for row, number in enumerate(numbers):
+            # The key is the window: no state passes from one window to the next.
             random = np.random.Generator(np.random.Philox(key=[seed, number]))
+            # The first decides which tokens are hidden, the second what stands in their places.
             order, action = random.random((2, inputs.shape[1]))
             others = random.integers(self.text_ids, size=inputs.shape[1])
             # A fixed number for each window: so the weights do not depend on the other windows.

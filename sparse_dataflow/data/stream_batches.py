@@ -48,6 +48,7 @@ class _StoredLane:
     lanes: int
 
     def window(self, number: int) -> np.ndarray:
+        # Lanes take the windows in turns.
         return self.batches.window(number * self.lanes + self.number)
 
 
@@ -116,6 +117,7 @@ class StreamBatches(TrainBatches):
     def _row(self, step, row):
         lane, place = divmod(row, self.rows_a_lane)
         number = step * self.rows_a_lane + place
+        # Lanes differ in phase, so that they do not all take the same source at once.
         source, count = drawn(self.weights, lane / self.lanes, number)
         windows = self._lane(source, lane)
         if isinstance(windows, Lane):

@@ -123,6 +123,7 @@ def open_token_files(path: Path, column: str, cache_dir: Path, whole: bool = Fal
         last = train.pop()
         count = min(len(last) // 20, _HELD_OUT_TOKENS)
         train.append(replace(last, count=len(last) - count))
+        # Both splits are views of one file: nothing is copied.
         offset = last.offset + (len(last) - count) * last.dtype.itemsize
         validation = [replace(last, count=count, offset=offset)]
     return TokenSplits(ChainedArray(tuple(train)), ChainedArray(tuple(validation)))
@@ -184,6 +185,7 @@ def _dtype_without_header(file: Path, stream: BinaryIO, size: int) -> np.dtype:
     if match := _WIDTH.search(file.stem.lower()):
         return np.dtype(f"<{'i' if match[1] == 'int' else 'u'}{int(match[2]) // 8}")
     windows = []
+    # Windows over the whole file, each at a multiple of 8 bytes: ids of any width begin there.
     for position in sorted({size * n // _WINDOWS // 8 * 8 for n in range(_WINDOWS)}):
         stream.seek(position)
         window = stream.read(_SAMPLE)
@@ -257,6 +259,7 @@ def _indexed(file: Path, index: Path, stream: BinaryIO) -> StoredArray:
         starts = np.frombuffer(stream.read(8 * number), "<i8")
         if (least_size := int(np.min(sizes))) < 0:
             raise ValueError(f"a sequence has {least_size} ids")
+        # Sequences must follow one another, as the file is read as one array.
         ends = count + np.cumsum(sizes)
         fits &= np.array_equal(starts, (ends - sizes) * dtype.itemsize)
         count = int(ends[-1])

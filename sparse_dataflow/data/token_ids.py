@@ -155,6 +155,7 @@ def _documents(array, end) -> Iterator[tuple[int, int, bytes]]:
         chunk = np.asarray(array[first : first + _CHUNK]).astype("<i8")
         previous = 0
         for place in np.flatnonzero(chunk == end).tolist():
+            # As int64, so that copies are found between files of other dtypes.
             hasher.update(chunk[previous:place].tobytes())
             size += place - previous
             if size:

@@ -147,6 +147,7 @@ def _write(
     try:
         with partial.open("r+b" if done.count else "wb") as file:
             header_size = _write_header(file, dtype, 0)
+            # A killed process may have written tokens that its record does not have.
             file.truncate(header_size + done.count * dtype.itemsize)
             file.seek(0, os.SEEK_END)
             done = _append(file, documents, tokenizer, done, progress, name)

@@ -168,6 +168,7 @@ def smallest_magnitude(x: jax.Array, rank: ArrayLike) -> jax.Array:
 
     def halve(turn, least):
         """The level has at least the bits of `least`, where fewer than `rank` are below."""
+        # From bit 30 down; bit 31, the sign, is 0.
         candidate = least | (1 << (30 - turn))
         return jnp.where(jnp.sum(bits < candidate) < rank, candidate, least)
 

@@ -169,11 +169,13 @@ def generate_tokens(
     else:
         rows = bucket(len(prompts), smallest=1)
         prefill = functools.partial(kv_cache.program(kv_cache.prefill, config), config, weights)
+    # Buckets: prompts of any length compile few programs.
     width = min(bucket(max(lengths)), context)
     cache_tokens = min(bucket(max(lengths) + count), context)
     tokens = np.zeros((rows, width), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
+    # Rows of padding have one token: the place of their last token must exist.
     positions = np.ones(rows, np.int32)
     positions[: len(prompts)] = lengths
     sampler = Sampler.of(sampling, rows)
@@ -200,6 +202,7 @@ def _following(config, weights, caches, tokens, positions, sampler, count):
     while step < count - 1:
         start = time.perf_counter()
         if isinstance(weights, OffloadedExperts):
+            # Rows that are complete go on at the last place of their cache, which nobody reads.
             at = np.minimum(positions + step, last)
             logits, caches = weights.decode_token(caches, tokens, at)
             written = np.asarray(sampler(logits, np.int32(step + 1)))[None]

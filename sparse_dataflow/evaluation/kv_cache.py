@@ -195,6 +195,7 @@ def prompt_attention(
     caches: list[LayerCache], cache_tokens: int, q, k, v, window, cap=0.0
 ) -> jax.Array:
     """Attention of complete prompts, as `gpt.Block` calls it; appends the layer's cache."""
+    # [B, kv heads, cache tokens, K]; the places behind the prompt are free.
     room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
     caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
     return self_attention(q, k, v, window=window, cap=cap)
@@ -325,6 +326,7 @@ def decode_tokens(
       (int32 [most, B], whose first `count` rows are the new tokens; updated caches).
     """
     last = np.int32(caches[0].keys.shape[2] - 1)
+    # Programs of the embedding and the head do not take the layers as arguments.
     ends, positions_B = weights._replace(layers=()), positions_B + config.prompt_vectors
 
     def append(tokens_B, caches, i, step):
@@ -339,6 +341,7 @@ def decode_tokens(
 
     if most == 1:  # Programs of layers, one after the other, compute nothing in between.
         return append(tokens_B, caches, np.int32(0), step)
+    # The loop has a traced length, so what it writes has the length of the longest.
     carry = jnp.zeros((most, len(tokens_B)), jnp.int32), tokens_B, caches
     written, _, caches = jax.lax.fori_loop(0, count, append_and_write, carry)
     return written, caches

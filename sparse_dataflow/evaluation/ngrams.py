@@ -63,6 +63,7 @@ class Ngrams:
             self._codes, [before * self._vocab, (before + 1) * self._vocab]
         )
         weights = self._strength * self.unigram
+        # What is left of a code is the second token of the pair.
         weights[self._codes[first:last] - before * self._vocab] += self._counts[first:last]
         return weights.max() / (self._before[before] + self._strength)
 

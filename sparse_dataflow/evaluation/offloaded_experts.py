@@ -207,6 +207,7 @@ class OffloadedExperts:
             )
             new_caches.append(cache)
             normed_BxTxD, gates_NxK, *choices = attended
+            # Waits for the router: which experts are needed is known only now.
             experts_NxK, predicted_NxK = jax.device_get(choices)
             experts_NxK = np.where(real_N[:, None], experts_NxK, config.experts)
             y_NxKxD = self._outputs(layer, normed_BxTxD, experts_NxK)

@@ -84,6 +84,8 @@ class Sampler:
         """Returns int32 [B], the token of each row at a step, int32 []."""
         keys = self.keys_B
         if self.stochastic:
+            # Folded with the step alone: a row draws the same in any batch and any split into
+            # programs.
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys, jnp.asarray(step))
         return sample_tokens(
             logits_BxV,
@@ -156,6 +158,8 @@ def _filtered(logits_BxV, top_k, top_p):
     in_top_k = (rank < top_k) | (top_k == 0)
     logits_BxV = jnp.where(in_top_k, logits_BxV, -jnp.inf)
     probabilities = jax.nn.softmax(logits_BxV, axis=-1)
+    # A token stays while the likelier ones have less than top_p together (nucleus sampling, arXiv
+    # 1904.09751).
     mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # The most likely token stays for any top_p.
     return jnp.where((mass_before < top_p) | (rank == 0), logits_BxV, -jnp.inf), order

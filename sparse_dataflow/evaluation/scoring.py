@@ -208,6 +208,7 @@ def bucket_lengths(lengths: Sequence[int], context: int, buckets: int = BUCKETS)
     while len(splits) < min(buckets, len(values)) and best[-1][-1] > max_tokens:
         row, split = [np.inf], [0]
         for j in range(1, len(values) + 1):
+            # The last bucket has the values from i to j, each padded to the length of value j.
             costs = best[-1][:j] + values[j - 1] * (total[j] - total[:j])
             split.append(int(np.argmin(costs)))
             row.append(costs[split[-1]])
@@ -264,6 +265,7 @@ def _batches(rows, lengths, places, buckets, limits) -> list[tuple[list[list[lis
         by_places = sorted(numbers, key=places.__getitem__)
         count = -(-len(numbers) // limits.rows(length))
         step = count * limits.shards
+        # Every `step`-th row in the order of scored tokens, so that all shards score about as many.
         shards = [[rows[i] for i in by_places[shard::step]] for shard in range(step)]
         batches += [(shards[first::count], length) for first in range(count)]
     return batches

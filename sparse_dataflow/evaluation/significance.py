@@ -95,6 +95,7 @@ def share_interval(
     """
     independent = float(documents)
     if error and 0 < share < 1:
+        # The number of independent items whose share would have this error.
         independent = min(float(items), share * (1 - share) / error**2)
     z2 = NORMAL**2
     middle = (share + z2 / (2 * independent)) / (1 + z2 / independent)

@@ -210,6 +210,7 @@ def scaled_blocks(kernel: jax.Array, layout: BlockLayout) -> jax.Array:
     """Returns the blocks of a drawn kernel, so scaled that the density leaves the variance."""
     inputs, block = kernel.shape[0], layout.block
     stored = cut_blocks(kernel, layout)
+    # Real inputs of each block; the last blocks may be filled up with zeros.
     features = np.clip(inputs - block * np.arange(layout.in_blocks), 0, block)
     read = np.bincount(layout.cols, features[layout.rows], layout.out_blocks)
     scale = np.sqrt(inputs / np.maximum(1, read[layout.cols]))[:, None, None]
@@ -234,6 +235,7 @@ def exchanger(method: str, share: float) -> Callable[..., BlockLayout]:
     def exchange(layout, norms, growth, rng):
         if not all(np.isfinite(each).all() for each in (norms, growth) if each is not None):
             raise UserError("Values or gradients are not finite, so no blocks can be chosen.")
+        # At least one block, also of a small weight.
         return update(layout, norms, growth, max(share, 1 / layout.nnz), 1, rng)
 
     return exchange
@@ -242,6 +244,7 @@ def exchanger(method: str, share: float) -> Callable[..., BlockLayout]:
 def summed(norms: object) -> np.ndarray:
     """Returns block norms [1, ...] of all layers of a stack [layers, ...] together."""
     norms = np.asarray(norms)
+    # Norms of blocks at one place add up as squares.
     return norms if len(norms) == 1 else np.sqrt(np.square(norms).sum(axis=0, keepdims=True))
 
 
@@ -255,6 +258,7 @@ def moved(array: jax.Array, sources: np.ndarray, axis: int) -> jax.Array:
     """
     stack, rest = array.shape[:axis], array.shape[axis:]
     layers = over_auto_axes(jnp.asarray(array)).reshape(-1, *rest)
+    # Layers of a stack may share one layout.
     wide = np.broadcast_to(sources, (len(layers), sources.shape[1]))
     new = gather_blocks(layers, wide).reshape(*stack, sources.shape[1], *rest[1:])
     return placed(new, array)

@@ -143,6 +143,7 @@ def _chooser(method, model, layers, share, density, loss, batch, seed):
 
     def exchanged(path, index, layout, norms):
         growth = None if gradients is None else gradients[path][index]
+        # A stream for each layer: a choice does not depend on the order of the layers.
         rng = np.random.default_rng([seed, numbers[path], index])
         return exchange(layout, norms, growth, rng)
 
@@ -235,6 +236,7 @@ def _measure(loss):
                     layer.dense_gradient = DenseGradient(gradient)
             return loss(probed, *batch)
 
+        # The loss does not depend on the zeros; their custom gradient is the block norms.
         return jax.grad(probed_loss)(zeros)
 
     return measure

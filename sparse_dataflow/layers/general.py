@@ -198,6 +198,7 @@ class Contraction:
             )
         rest = [axis for axis in range(rank) if axis not in summed]
         kept = [inputs.shape[axis] for axis in rest]
+        # The summed axes come last, as the inputs of the matrix.
         rows = inputs.transpose(*rest, *summed).reshape(*kept, math.prod(sizes))
         y = linear(rows).reshape(*kept, *self.shape[self.count :])
         if not self.equation:

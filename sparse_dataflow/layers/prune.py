@@ -208,6 +208,7 @@ def _moments(before, after, path, count, batches, call, full) -> SplitMoments:
     for batch in batches:
         rows = rows_of(before[0], batch).astype(jnp.float32)
         outputs = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
+        # Inputs of the pruned model, and the outputs that the model before gives.
         pairs = zip((rows_of(after[0], batch), outputs), full)
         totals.add(*(jnp.pad(a, [(0, 0), (0, side - a.shape[1])]) for a, side in pairs))
     return totals

@@ -302,6 +302,7 @@ def _sparse(linear, pattern, density, block, evolving, number):
         degree = balanced_degree(full, block, density)
         missing = [(0, most - side) for side, most in zip(sides, full)]
         norms = np.asarray(grid_norms(jnp.pad(dense, [(0, 0), *missing]), block))
+        # A static stack has one layout, which all its layers choose together.
         norms = norms if evolving else summed(norms)
         layouts = [largest_blocks(layer, block, degree) for layer in norms]
         scale = 1.0

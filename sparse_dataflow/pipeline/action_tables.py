@@ -73,6 +73,7 @@ class Table:
         Args:
           seconds: duration of each action on one chunk, from IDLE to WEIGHTS.
         """
+        # Stages wait for each other in every tick, as neighbours exchange arrays between ticks.
         return float(np.asarray(seconds, np.float64)[self.action].max(axis=0).sum())
 
     def bubble(self, seconds: Sequence[float] = (0, 1, 1, 1, 1)) -> float:
@@ -154,6 +155,7 @@ class StageOrder(NamedTuple):
 
 def gpipe(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
     """All forwards, then all backwards (arXiv 1811.06965): stores every micro-batch."""
+    # Chunk by chunk: while a micro-batch passes the other stages, this one does the next.
     forward = [(i, c) for c in range(chunks) for i in range(micro_batches)]
     backward = [(i, c) for c in reversed(range(chunks)) for i in range(micro_batches)]
     return _by_turns(forward, backward, ahead=len(forward))
@@ -162,6 +164,8 @@ def gpipe(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Acti
 def one_f_one_b(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
     """A backward as early as possible (arXiv 1806.03377): stores at most stages - stage."""
     work = [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    # The first gradient comes back after a micro-batch has passed all later stages and returned:
+    # until then a stage does one forward for itself and for each of them.
     return _by_turns(work, work, ahead=stages - stage)
 
 
@@ -259,6 +263,7 @@ def _table(orders, releases):
         ending = []
         for stage, order in enumerate(waiting):
             action, micro_batch, chunk = order[-1] if order else (IDLE, 0, 0)
+            # Only what comes from another stage is waited for; the stage's own order has the rest.
             number = chunk * stages + stage
             needs = None
             if action == FORWARD and number:

@@ -57,6 +57,7 @@ def layer_actions(
         dparams, dx = pullback(dy)
         return y, metrics, dx, dparams
 
+    # The last one stands for dy, which has the shape of x.
     operands, structure = jax.tree.flatten((params, constants, x, x))
     closed, (_, like_metrics, *_) = jax.make_jaxpr(
         lambda *flat: joint(*jax.tree.unflatten(structure, flat)), return_shape=True
@@ -167,10 +168,13 @@ def _homes(jaxpr, recompute, count):
         reads = [v for v in eqn.invars if isinstance(v, core.Var)]
         if not after_dy.isdisjoint(reads):
             after_dy.update(eqn.outvars)
+        # Stored, what depends on weights alone would be stored for every micro-batch in flight; so
+        # every action that reads it computes it.
         if all(home[v] == _ANY for v in reads):
             action = _ANY
         elif not needed[_FORWARD].isdisjoint(eqn.outvars):
             action = _FORWARD
+        # Not of the forward pass, and possible before dy is known: remat's own recomputation.
         elif recompute and after_dy.isdisjoint(eqn.outvars):
             action = _RECOMPUTE
         else:

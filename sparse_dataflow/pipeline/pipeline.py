@@ -214,6 +214,8 @@ class _Stage:
         groups = split_groups(work.params["blocks"])
         none: tuple[dict, ...] = ({},) * len(groups)
         self.groups = list(zip(groups, split_groups(work.rest or none), strict=True))
+        # Activations and their gradients between stages all have this shape, so one buffer has
+        # either.
         self.x = jax.eval_shape(lambda: self.embed(work.params["embed"], 0))
         self.kinds, self.contents, self.block_metrics = _actions(
             work.kinds, self.groups, self.x, self.block_batch
@@ -306,6 +308,7 @@ class _Stage:
             if not self.trains:
                 metrics = step_metrics.combined(metrics, self.head_loss(*operands)[1])
                 return metrics, embed, head, gradient
+            # Loss and gradient at once; the B of this micro-batch reads dx in a later tick.
             differentiated = jax.value_and_grad(self.head_loss, (0, 1, 2), has_aux=True)
             (_, more), (dembed, dhead, dx) = differentiated(*operands)
             embed, head = jax.tree.map(jnp.add, (embed, head), (dembed, dhead))
@@ -382,6 +385,7 @@ class _Stage:
             new = kind.actions.weights(*operands)
             index = 0 if self.work.shared else self.block_index(row, number)
             groups = list(split_groups(gradients))
+            # Micro-batches add up in float32 in the loop's state: none has a gradient of its own.
             groups[kind.group] = jax.tree.map(
                 lambda total, g: total.at[index].add(g), groups[kind.group], new
             )
@@ -488,6 +492,7 @@ def _actions(kinds, groups, x, block_batch):
 
 def _places(shared, leaves):
     """Returns the `_Places` of a kind's leaves in a shared list, to which it adds what is new."""
+    # Kinds share buffers; the values of one kind do not.
     free, indices = list(range(len(shared))), []
     for leaf in leaves:
         same = (i for i in free if (shared[i].shape, shared[i].dtype) == (leaf.shape, leaf.dtype))

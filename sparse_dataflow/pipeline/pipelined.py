@@ -94,6 +94,7 @@ class Pipelined(Sharded):
             split_batch = whole.micro_batches(model, batch, micro_batches, rank)
             trees = params, rest
             work = self._work(model, rank, trees, specs, block, split_batch, scored=True)
+            # `shard_map` leaves the axis of stages, which has length 1 here.
             _, metrics, _ = pipeline.run_stage(plan, table[0], work)
             return step_metrics.over_devices(whole.evaluated(metrics), EVERY_AXIS)
 
@@ -112,6 +113,7 @@ class Pipelined(Sharded):
             x = gpt.with_auxiliary_losses(layer_config, x, metrics, batch, rank.shard)
             return x, metrics
 
+        # Blocks are those of one stage, so their metrics are not summed over the stages.
         axes_of_a_stage = tuple(axis for axis in EVERY_AXIS if axis != "stage")
 
         def local(table, params, rest, batch):
@@ -131,6 +133,8 @@ class Pipelined(Sharded):
             return block_metrics, head_metrics, gradients
 
         def collect(gradient, param_spec, gathered, spec):
+            # Parameters were gathered before the differentiation, so their gradients are whole;
+            # experts to which tokens travel stayed sharded.
             whole_spec = P() if gathered == param_spec else param_spec
             shard = sharding.reduce_scatter(gradient, whole_spec, spec)
             return sharding.all_reduce(shard, spec, self.mesh)
@@ -163,6 +167,8 @@ class Pipelined(Sharded):
                 {name: jnp.zeros(layout.grid) for name, layout in group.items()}
                 for group in split_groups(layouts_by_name({"blocks": work.rest}))
             ]
+            # The zeros of the norms are differentiated in place of the weights, which become
+            # constants.
             measured = {**work.params, "blocks": join_groups(norms)}
             rest = merged(work.params["blocks"], work.rest)
             work = work._replace(rest=rest, params=measured)

@@ -200,11 +200,14 @@ def decisions(priced: Priced) -> tuple[np.ndarray, dict[str, tuple]]:
     names = list(levels)
     chunks, schedules = levels.pop("chunks"), levels.pop("schedule")
     pairs = [(c, s) for s in schedules for c in chunks if (c > 1) == (s == "interleaved")]
+    # Both axes come first; one array of indices for each takes the pairs alone and leaves one axis,
+    # which goes to the end.
     at = ([chunks.index(c) for c, _ in pairs], [schedules.index(s) for _, s in pairs])
     moved = np.moveaxis(priced.throughput, [names.index("chunks"), names.index("schedule")], [0, 1])
     merged = np.moveaxis(moved[at], 0, -1)
     if 1 in levels["stage"]:
         axis = list(levels).index("stage")
+        # One stage has its throughput under the first schedule alone (`search.violations`).
         no_pipeline = (slice(None),) * axis + (levels["stage"].index(1),)
         merged[no_pipeline] = merged[no_pipeline].max(axis=-1, keepdims=True)
     for name in ("experts", "feature", "context"):
@@ -230,6 +233,7 @@ def shapley_effects(values: np.ndarray, names: Sequence[str]) -> dict[str, float
     for size in range(count + 1):
         for subset in itertools.combinations(range(count), size):
             others = tuple(axis for axis in range(count) if axis not in subset)
+            # v(S): what is left of the variance where all other choices are averaged over.
             explained[subset] = values.mean(axis=others).var() / variance
     effects = {}
     for axis, name in enumerate(names):

@@ -33,8 +33,10 @@ def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, 
     """
     near = np.minimum(near, chips)
     islands = chips / near
+    # A chip has 1 / near of the bytes already; in log2(near) hops it gets the rest.
     inside = (near - 1) / near * size / (_fast_rate(near, network, axes) * efficiency.fast_link)
     inside = inside + np.log2(near) * network.fast_latency
+    # Between islands each chip moves its own share alone, next to those of its island.
     across = (islands - 1) / islands * (size / near) / (network.slow * efficiency.slow_link)
     return inside + across + np.log2(islands) * network.slow_latency
 
@@ -137,5 +139,6 @@ def exchange_seconds(size, chips, near, network: Network, efficiency: Efficiency
     near = np.minimum(near, chips)
     inside = (near - 1) / chips * size / (_fast_rate(near, network, axes) * efficiency.fast_link)
     inside = inside + np.log2(near) * network.fast_latency
+    # Parts for chips of the same island do not leave it.
     across = (chips - near) / chips * size / (network.slow * efficiency.slow_link)
     return inside + across + np.log2(chips / near) * network.slow_latency

@@ -46,8 +46,10 @@ def decoding_bytes(
         read = 1
         if config.experts and name in MLP:
             routed = batch * config.prototypes * config.top_k
+            # Each expert that some row chose is read once for all rows.
             read = min(config.experts, routed) + config.shared_expert
         weights += config.num_layers * read * (stored + bias)
     weights += config.num_layers * config.d_model * config.experts
+    # Keys and values of all cached tokens are read for each new token.
     caches = 2 * config.num_layers * batch * cached * config.kv_heads * config.head_width
     return (weights + caches) * DTYPE_BYTES[config.compute_dtype]

@@ -29,6 +29,7 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
     """
     recomputed = RECOMPUTED[plan.remat]
     size, arrays = collectives.layer_gathers(config, tokens, plan.tensor, plan.feature)
+    # Two products gather and two reduce-scatter, forward and backward; a recomputed one again.
     reductions = 4 + ("attn_out" in recomputed) + ("mlp_out" in recomputed)
     island = plan.island or network.island
     tensor, feature = np.asarray(plan.tensor), np.asarray(plan.feature)
@@ -97,6 +98,8 @@ def context_seconds(config, tokens, plan, network, efficiency, attention, factor
 
 def _torus_axes(chips, island, network):
     """Returns the number of torus axes that a group of chips spans; 0 for one chip."""
+    # A torus of n chips has n^(1 / axes) along each axis, so a group of g spans log(g) / log(side)
+    # of them.  The small factors absorb rounding.
     side = min(island, network.island) ** (1 / network.axes) * (1 + 1e-9)
     along = np.ceil(np.log(chips) / np.log(max(side, 2)) - 1e-9)
     return np.where(chips > 1, np.clip(along, 1, network.axes), 0)
@@ -113,6 +116,7 @@ def send_seconds(size, plan, network, efficiency):
     near = np.asarray(2 * plan.state_shards * plan.layer_chips) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
     hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0
+    # Filling the pipeline waits for every send.
     exposed = (1 - hidden) * plan.accumulation * plan.chunks + (stages - 1)
     return np.where(stages > 1, 2 * exposed * send, 0.0)
 
@@ -126,6 +130,7 @@ def state_seconds(weights, own, plan, network, efficiency, computing, dtype_byte
     island = plan.island or network.island
     shared, fsdp, data = (np.asarray(n) for n in (plan.layer_chips, plan.state_shards, plan.data))
     near, axes = _fsdp_links(plan, network)
+    # "data" is the outermost axis, so of its chips an island has those that all inner axes leave.
     outer = np.clip(island // (shared * fsdp * plan.stage), 1, data)
 
     def gathered(size):

@@ -57,6 +57,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     layers = plan.stage_layers(config)
     rows = step_time.computed_rows(config, tokens, plan)[0] / tokens if config.experts else None
     saved, working = _block_bytes(config, sequence, plan, rows)
+    # A pipeline has the buffers of its program, which allocates them by slots.
     saved = np.where(staged, pipeline_bytes(config, plan, rows), saved * layers * in_flight(plan))
     activations = tokens * (saved + gathered_residual(config, plan))
     activations = activations + _gathered_weights(config, plan, weights)

@@ -187,6 +187,8 @@ def times(
         exposed += host.updating(traffic.block_parameters + traffic.end_parameters)
     # Nothing hides the fetch of the first block, of the embedding, and of the head.
     exposed += (traffic.last + 2 * traffic.ends) * fetching
+    # Fetches hide behind the forward passes, or these behind fetches; in the backward pass the
+    # slowest of compute, fetches, returns and updates is what shows.
     step = max(forward, traffic.blocks * fetching) + head + max(behind) + exposed
     hidden = _hidden_share(forward, backward, traffic, host.compute, link)
     return Times(link, transfer, compute, forward, step, hidden)

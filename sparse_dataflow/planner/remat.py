@@ -170,6 +170,8 @@ def choose(costs: Sequence[BlockCosts], limit: float, host_limit: float = math.i
     layers = costs[0].layers
     for pattern, tail in _families(costs):
         repeats = _repeats(layers, pattern, tail)
+        # All numbers of repeats at once, as an array; the models train in turn, so the largest
+        # counts.
         device = np.max([_bytes(c, _terms(layers, pattern, repeats, tail)) for c in costs], axis=0)
         offloaded = pattern.count("offload") * repeats
         offloaded = offloaded + (tail == "offload") * (layers - len(pattern) * repeats)
@@ -213,6 +215,7 @@ def _patterns(kinds, longest):
     for period in range(1, longest + 1):
         for chosen in itertools.combinations_with_replacement(kinds, period):
             counts = [chosen.count(kind) for kind in kinds]
+            # A pattern that repeats a shorter one is the shorter one.
             if math.gcd(*counts) == 1 or period == 1:
                 result.append(_spread(chosen))
     return result
@@ -247,6 +250,7 @@ def _bytes(costs: BlockCosts, terms):
         buffer = pattern.count("offload") * costs.offloaded * (np.asarray(repeats) > 0)
         buffers = np.maximum(buffers, buffer)
     loops = sum((np.asarray(repeats) > 0).astype(int) for _, repeats in terms)
+    # Two loops slice the stacked parameters, which copies them.
     return size + buffers + np.where(loops > 1, costs.copied, 0)
 
 
@@ -256,6 +260,8 @@ def added_seconds(costs: BlockCosts, terms):
     for pattern, repeats in terms:
         transfers = pattern.count("offload") * (0 if costs.transfer is None else costs.transfer)
         again = sum(costs.recompute[kind] for kind in pattern)
+        # What the blocks of an iteration do not hide of its copies, in the forward pass and in the
+        # backward pass.
         exposed = np.maximum(transfers - len(pattern) * costs.forward, 0)
         exposed = exposed + np.maximum(transfers - len(pattern) * costs.backward - again, 0)
         seconds = seconds + repeats * (again + exposed)

@@ -299,6 +299,7 @@ def price(
     inner = shape[: len(COUNTS)]
     seconds, sizes = np.empty(shape), np.empty(shape)
     violated = {name: np.zeros(shape, bool) for name in CONSTRAINTS}
+    # Names cannot broadcast, so each combination of them is priced by itself.
     for at in itertools.product(*(range(len(levels[name])) for name in NAMES)):
         names = {name: levels[name][i] for name, i in zip(NAMES, at)}
         plan = request.plan(grid(levels) | names)
@@ -313,6 +314,7 @@ def price(
 
 def grid(levels: Levels) -> dict[str, np.ndarray]:
     """Returns name in COUNTS -> its levels, as arrays that broadcast."""
+    # Sparse: each level keeps an axis of its own, and prices broadcast over all plans at once.
     grid = np.meshgrid(*(levels[name] for name in COUNTS), indexing="ij", sparse=True)
     return dict(zip(COUNTS, grid))
 

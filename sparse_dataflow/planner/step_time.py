@@ -232,6 +232,7 @@ def step_time(
     terms["sends"] = plan_collectives.send_seconds(
         boundary / (plan.layer_chips * plan.context), plan, network, efficiency
     )
+    # Only computation hides collectives of the state.
     computing = sum(terms.values()) - terms["bubble"] - terms["sends"]
     weights = stage_parameters(config, plan)
     own = stage_experts(config, plan) if plan.exchanges else 0
@@ -264,6 +265,7 @@ def _network(chip, plan):
 
 def _block_seconds(config, sequence, plan, sections, network, efficiency):
     """Returns term -> seconds of one block and micro-batch, forward and backward."""
+    # Forward, the gradient of inputs and that of weights are three products of equal FLOPs.
     block = {name: 3 * sections[name].seconds for name in config.projections}
     factor = 1 + (ATTENTION_BACKWARD if plan.fused_attention else 2)
     block["attention"] = factor * sections["attention"].seconds
@@ -399,7 +401,9 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
             casts = plan.cast_bytes * (rows * (fan_in + fan_out) + weight) / 3
         if name in rates:
             return Section(flops, size + casts, flops / rates[name])
+        # A product of the width `half_width` has half of the rate of a very wide one.
         rate = peak * efficiency.matmul * width / (width + narrow)
+        # The roofline; casts are passes of their own, which no product hides.
         seconds = np.maximum(flops / rate, size / memory) + casts / memory
         return Section(flops, size + casts, seconds)
 

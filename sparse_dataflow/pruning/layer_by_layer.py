@@ -294,6 +294,7 @@ def _read(config, names, before, after, x_dense, x_pruned, *attended):
         x,
         _Nothing(x_dense.shape[-1]) if adds and name == "mlp_out" else linear,
     )
+    # Both models on their own streams: what the dense one gives, and what the pruned one reads.
     out_dense, read_dense = observed_block(config, before, x_dense, observe, **dense)
     missing, read_pruned = observed_block(config, after, x_pruned, without, **pruned)
 

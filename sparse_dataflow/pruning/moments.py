@@ -108,6 +108,8 @@ class Moments:
         move_x, move_y = self.centre[0] - centre_x, self.centre[1] - centre_y
         moved_x = self.input_sum + self.tokens * move_x
         moved_y = self.output_sum + self.tokens * move_y
+        # With d = centre - new centre and s the sums, sum (x + d)(x + d)^T = sum x x^T + (s + n d)
+        # d^T + d s^T.
         inputs = self.inputs + np.outer(moved_x, move_x)
         inputs += np.outer(move_x, self.input_sum)
         products = self.products + np.outer(moved_x, move_y)

@@ -78,6 +78,7 @@ def least(
       sampled: whether the others are drawn one after another with probabilities in proportion to
         their importance; else they are the most important ones.
     """
+    # With Gumbel noise added, the order of logarithms is a draw without replacement.
     rank = np.log(np.maximum(importance, np.finfo(np.float64).tiny))
     if sampled:
         rank = rank + rng.gumbel(size=rank.shape)  # The largest are such a draw.

@@ -158,6 +158,7 @@ def chosen_groups(problem: Problem, target: Target) -> np.ndarray:
     if not target.fan_out:
         return second_order.select(costs, groups, stay)
     forbidden = None if target.allowed is None else ~target.allowed
+    # Costs of forbidden blocks are -inf, which the program of the layout does not take.
     finite = np.where(np.isfinite(costs), costs, 0.0)
     return balanced_top(finite, stay, target.fan_out, forbidden=forbidden)
 
@@ -195,6 +196,7 @@ def _mixed(moments: Moments, width: int) -> Moments:
     halves = _transformed(_transformed(moments.inputs, width).T, width)
     return dataclasses.replace(
         moments,
+        # H M H^T from both sides; float32 rounding leaves it not quite symmetric.
         inputs=(halves + halves.T) / 2,
         products=_transformed(moments.products, width),
         input_sum=_transformed(moments.input_sum[:, None], width)[:, 0],

@@ -152,14 +152,18 @@ def descend(
     residual = mask * (hessian @ (solution[:, columns] - weights))
     direction, before, removed = np.zeros_like(weights), np.inf, 0.0
     for _ in range(steps):
+        # The preconditioner: the inverse of the whole Hessian, without what the mask removes.
         scaled = mask * (inverse @ residual)
         power = np.einsum("io,io->o", residual, scaled)
+        # Fletcher-Reeves; before the first step `before` is infinite, and the direction starts at
+        # zero.
         direction *= power / np.maximum(before, least)
         direction += scaled
         product = mask * (hessian @ direction)
         length = power / np.maximum(np.einsum("io,io->o", direction, product), least)
         weights += length * direction
         residual -= length * product
+        # By how much a step lowers the error, summed over the outputs.
         gain = float(length @ power)
         removed += gain
         if gain < tolerance * removed:

@@ -44,6 +44,7 @@ def costs(
     grid = groups.grid(shape)
     result = np.full(grid, -np.inf)
     alive = np.ones(grid, bool) if allowed is None else allowed
+    # [groups, rows, groups, rows]: entry (n, i, n, k) is of one group.
     squares = problem.inverse.reshape(grid[0], groups.rows, grid[0], groups.rows)
     # The diagonal blocks of the inverse, one for each input group: they alone price a removal.
     diagonal = np.einsum("nink->nik", squares).copy()
@@ -63,6 +64,7 @@ def costs(
 def select(costs: np.ndarray, groups: Groups, stay: int) -> np.ndarray:
     """Returns bool [in groups, out groups]: the groups of each pool that cost most to remove."""
     pools = costs.reshape(-1, groups.pool or len(costs), costs.shape[1])
+    # The cost of the last group that stays, in each pool and output.
     least = np.partition(pools, -stay, axis=1)[:, -stay, None]
     mask, equal = pools > least, pools == least
     # Equal costs keep the groups of the lowest numbers, on every machine.
@@ -123,6 +125,8 @@ class _Exact(_Near):
         rows = diagonal.shape[1]
         lines = np.flatnonzero(np.repeat(going, rows))
         inverse = inverse[lines] - self._lifted[:, lines].T @ self._lifted
+        # Removing lines G subtracts inverse[:, G] inverse[G, G]^-1 inverse[G, :], which is L^T L
+        # with L = factor^-1 inverse[G, :].
         factor = linalg.cholesky(inverse[:, lines], lower=True, check_finite=False)
         # Of transposed arrays, which BLAS takes without a copy.
         lifted = linalg.blas.dtrsm(1.0, factor.T, inverse.T, side=1, overwrite_b=True).T
@@ -146,6 +150,7 @@ def _costs(left, alive, groups, stay, rounds):
     # Groups of a pool that are not allowed may leave fewer than stay.
     present = alive.reshape(pools).sum(1).max()
     for number in range(1, rounds + 1):
+        # Each round removes the same fraction of what is left, so late rounds remove few groups.
         goal = round(present * (stay / present) ** (number / rounds)) if present > stay else stay
         scores = left.scores()
         staying = alive & select(np.where(alive, scores, -np.inf), groups, goal)

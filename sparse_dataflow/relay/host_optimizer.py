@@ -92,6 +92,7 @@ def update(
     """
     wide = before.mu.dtype == np.float32
     b1, b2 = rates.b1, rates.b2
+    # `g` and `t`, and wide copies of moments that are stored in 16 bits.
     scratch = np.empty((2 if wide else 4, min(PIECE, gradient.size)), np.float32)
     # Pieces that stay in the caches over all operations: of whole arrays each operation would read
     # and write the memory.
@@ -103,6 +104,7 @@ def update(
             m, v = (widen(array, out) for array, out in zip((m, v), moments))
             m_out, v_out = moments
         np.multiply(widen(gradient[where], g), np.float32(rates.clip), out=g)
+        # m = b1 m + (1 - b1) g, and v = b2 v + (1 - b2) g^2 (Adam, arXiv 1412.6980, algorithm 1).
         np.multiply(m, np.float32(b1), out=m_out)
         np.multiply(g, np.float32(1 - b1), out=t)
         np.add(m_out, t, out=m_out)
@@ -110,11 +112,13 @@ def update(
         np.multiply(g, np.float32(1 - b2), out=g)
         np.multiply(v, np.float32(b2), out=v_out)
         np.add(v_out, g, out=v_out)
+        # t = m / (1 - b1^n) / (sqrt(v / (1 - b2^n)) + epsilon).
         np.multiply(v_out, np.float32(1 / (1 - b2**rates.number)), out=t)
         np.sqrt(t, out=t)
         np.add(t, np.float32(rates.epsilon), out=t)
         np.divide(m_out, t, out=t)
         np.multiply(t, np.float32(1 / (1 - b1**rates.number)), out=t)
+        # p = p - rate (t + decay p), the decoupled decay of arXiv 1711.05101.
         np.multiply(p, np.float32(rates.decay), out=g)
         np.add(t, g, out=t)
         np.multiply(t, np.float32(rates.learning_rate), out=t)
@@ -225,6 +229,7 @@ def widen(array: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     if array.dtype.name != BFLOAT16:
         return array
     out = np.empty(array.shape, np.float32) if out is None else out
+    # A bfloat16 is the upper half of a float32.
     np.left_shift(array.view(np.uint16), np.uint32(16), out=out.view(np.uint32))
     return out
 
@@ -235,6 +240,7 @@ def narrow(array: np.ndarray, out: np.ndarray) -> None:
         out[:] = array
         return
     bits = array.view(np.uint32)
+    # Half of the last kept bit less one, plus that bit: a tie carries only if the bit is odd.
     rounded = (bits >> 16) & 1
     rounded += 0x7FFF
     rounded += bits

@@ -46,6 +46,7 @@ def layer_view(stacked: object, layer: int) -> Any:
     for group in split_groups(stacked):
         leaves = jax.tree.leaves(group)
         if not leaves or layer < len(leaves[0]):
+            # With `...`, a stack of numbers gives a view as well, and no copy.
             return jax.tree.map(lambda stack, i=layer: stack[i, ...], group)
         layer -= len(leaves[0])
     raise IndexError("no such layer")

@@ -306,6 +306,7 @@ class ServerStep:
 
     def _section_factor(self, section):
         """Returns the factor of eager clipping."""
+        # n squares of at most clip^2 / n add up to at most clip^2.
         limit = self._server.training.clip / math.sqrt(len(self._sections))
         return _clip_factor(math.sqrt(sum(self._squares[section].values())), limit)
 
@@ -366,6 +367,7 @@ class ServerStep:
                     host_optimizer.update_weights, training=training, axes=axes, rows=rows
                 )
                 flat = None if copy is None else copy.reshape(-1)
+                # Its state has arrays of other shapes, which ranges of elements do not divide.
                 whole = functools.partial(update, old, gradient, rates, new, flat)
                 work.append((gradient.size, whole))
                 continue
@@ -522,6 +524,7 @@ def square_sums(leaves: Iterable[tuple[tuple, np.ndarray]]) -> dict[str, float]:
 def group_squares(squares: dict[Section, dict[str, float]]) -> dict[str, float]:
     """Returns the sum of squares by parameter group; see `optimizers.group_squares`."""
     total: dict[str, float] = collections.defaultdict(float)
+    # Always in one order, on which a sum of floats depends.
     for section in sorted(squares, key=str):
         for leaf, value in squares[section].items():
             group = f"blocks.{leaf.split('.')[0]}" if isinstance(section, int) else section

@@ -88,6 +88,7 @@ def _compiled(model, shape):
             linears = layer_weights(model, layer)
             return gpt.block(model, linears, x, batch.map_rows(lambda rows: rows[0]))[0]
 
+        # Under masks of ones, the gradients of these kernels are those of dense weights.
         masked = {name: params[name] for name in model.masked_projections}
         _, pull = jax.vjp(block, x[0], jax.tree.map(jnp.asarray, zeros), masked)
         dx, norms, gradients = pull(dy[0])

@@ -215,6 +215,7 @@ class Relay:
         fetch = self._block_fetch(server.fetch)
         _prefetch_loop(blocks, fetch, forward)
 
+        # The embedding a second time: it was freed after its section, and may be the output layer.
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = relay_programs.tied_output(self.model, embed)
         (head_metrics, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, batch)
@@ -393,6 +394,7 @@ def _prefetch_loop(
 def _watch(result, dispatched, section, timeline):
     """Waits for a program's result and adds its span; programs run one after the other."""
     earlier = [span.stop for span in timeline.spans if span.kind == "compute"]
+    # A program that was dispatched early waited for the one before.
     start = max([dispatched, *earlier[-1:]])
     jax.block_until_ready(result)
     timeline.add("compute", section, start, time.perf_counter())
@@ -415,5 +417,6 @@ def _put(sharding: Sharding, tree: object) -> Any:
 def _placed(arrays, sharding):
     """Copies host arrays, equal on every process, to the devices of a sharding."""
     if sharding.is_fully_addressable:
+        # A CPU device could else use the host's memory itself, which updates overwrite.
         return jax.device_put(arrays, sharding, may_alias=False)
     return [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in arrays]

@@ -180,6 +180,7 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
                 x, metrics = gpt.block(model, layer, x, batch)
                 return gpt.with_auxiliary_losses(model, x, metrics, batch, UNSHARDED)
 
+            # Runs the forward pass again: of the first one, only the input of the block was kept.
             _, pull = jax.vjp(block, params, x)
             gradient, dx = pull(dy)
             return dx, gradient
@@ -349,6 +350,7 @@ def compile_groups(
     """
     first, *others = dict.fromkeys(layer_kinds(model, changing))
     arguments = shape, mesh, evaluation, options
+    # Embedding and head are compiled once, with the first kind of layer.
     shared = _compiled(*first, *arguments)
     return shared, *(_compiled(*each, *arguments, shared) for each in others)
 

@@ -181,6 +181,8 @@ class MappedFiles:
             "digests": digests | {n: _digest(tree) for n, tree in rest.named().items()},
             "identity": self._identity,
         }
+        # The step before is named too: its slot is whole until the next update writes there, and
+        # digests tell whether it still is.
         commits = [newest, *self._commits[:1]]
         body = {"commits": commits, "digest": _text_digest(commits)}
         try:

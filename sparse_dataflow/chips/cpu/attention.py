@@ -35,6 +35,7 @@ def _forward(_, query, key, value, mask):
     count = key.shape[2]
     q, k, v = (_rows(array, count) for array in (query, key, value))
     scores = _times(q, matrix_product.transposed(k)) / math.sqrt(query.shape[-1])
+    # [B, N, G T, S] -> [B, N, G, T, S], which the mask [B, 1, T, S] fits.
     by_query = scores.reshape(*scores.shape[:2], -1, *mask.shape[2:])
     by_query = jnp.where(mask[:, :, None], by_query, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(by_query, axis=-1).astype(query.dtype).reshape(scores.shape)

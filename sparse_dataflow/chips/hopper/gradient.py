@@ -49,6 +49,7 @@ def line_gradient(
     columns, fan = tables.index.shape
     plan = GradientPlan(tiles, block, columns, fan, stored, steps=stages, first_pair=0, pairs=0)
     pairs = pl.cdiv(plan.units, CONSUMERS)
+    # Pairs of the last wave, in which the other multiprocessors would be idle.
     last = pairs % multiprocessors if tiles.splits > 1 else 0
     # One kernel must sum all units of a block.
     whole = (

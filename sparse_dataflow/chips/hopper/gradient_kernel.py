@@ -92,6 +92,8 @@ class GradientPlan(NamedTuple):
     def x_tile(self, index, tile_row):
         """Return (first column of x, first row among the sums) of a tile of a block row."""
         column = index * self.block + tile_row * self.side
+        # wgmma has at least 64 rows.  A smaller tile is multiplied with its neighbours, from a
+        # multiple of 64 on, and begins at `offset` among the sums.
         if self.side == self.rows:
             return column, 0
         offset = pl.multiple_of(lax.rem(column, self.rows), self.side)
@@ -209,6 +211,7 @@ def _over_pairs(plan, arrays, act):
         tiles, units = plan.tiles_per_side**2, plan.units_per_column
         unit, tile = lax.div(number, tiles), lax.rem(number, tiles)
         column, row_unit = lax.div(unit, units), lax.rem(unit, units)
+        # The prefetch asks for units past the end.
         return lax.min(column, plan.columns - 1), row_unit * plan.tiles.width, tile
 
     def load_entries(item):
@@ -259,6 +262,7 @@ def _over_pairs(plan, arrays, act):
         # Prefetch, which overlaps with the products of this pair.
         following = load_entries(item + lax.axis_size("program"))
         pair = build_pair(item, entries)
+        # The stored positions of a column are first, so a unit without its first block has none.
         any_stored = (pair[0].slot[0] >= 0) | (pair[1].slot[0] >= 0)
 
         @pl.when(any_stored)
@@ -322,7 +326,9 @@ def _produce(plan, arrays, scratch, split, pair, first):
 def _consume(plan, arrays, scratch, consumer, split, pair, first):
     del split
     tiles = plan.tiles
+    # Both consumers run one program, and select their unit.
     unit = jax.tree.map(lambda a, b: lax.select(consumer == 0, a, b), *pair)
+    # A dy that both units read was copied to the first place alone.
     which = lax.select(_shared(pair), 0, consumer)
 
     def stage_of(step):
@@ -341,6 +347,7 @@ def _consume(plan, arrays, scratch, consumer, split, pair, first):
             stage = stage_of(step)
             plgpu.barrier_wait(scratch.full.at[stage])
             for number, sum_ref in enumerate(sum_refs):
+                # dW = x^T dy: tokens, the rows of both operands, are the contraction.
                 x = scratch.x.at[stage, consumer, number]
                 plgpu.wgmma(sum_ref, x.transpose((1, 0)), scratch.dy.at[stage, which])
             plgpu.wgmma_wait(tiles.width)

@@ -36,6 +36,7 @@ def run_groups(
     def consumer():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         over(functools.partial(consume, group))
+        # Shared memory must outlive the copies from it.
         plgpu.wait_smem_to_gmem(0)
 
     def producer():
@@ -54,6 +55,7 @@ def run_groups(
 def transforms(columns: int, dtype) -> tuple:
     """Return the transforms that TMA and wgmma share: tiles of 8 rows, swizzled."""
     itemsize = jnp.dtype(dtype).itemsize
+    # In bits.
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     return (
         plgpu.TilingTransform((8, swizzle // itemsize)),

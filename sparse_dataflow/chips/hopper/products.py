@@ -82,6 +82,7 @@ def line_product(
     """
     tokens, block = len(x), values.shape[1]
     lines, fan = tables.index.shape
+    # A block wider than a tile has several tile columns; merged lines are one.
     tiles_per_block = max(1, block // tiles.columns)
     if bias is not None:
         # The bias is loaded without TMA, so its reads must stay inside the array.
@@ -163,24 +164,29 @@ def _slots(plan, with_preactivation):
     """Return the slices of a consumer in shared memory; they divide the writes of a tile."""
     writes = len(plan.slices) * (1 + with_preactivation)
     most = writes if plan.derivative else plan.tiles.slices
+    # Every tile then begins at the first slot again.
     return max(slots for slots in range(1, most + 1) if writes % slots == 0)
 
 
 def _scratch(plan, slots, dtype, result_dtype):
     tiles = plan.tiles
     # The blocks of merged lines are consecutive.
+    # Blocks arrive as they are stored: for dx that is [columns, depth], which wgmma transposes.
     shape: tuple[int, ...] = (tiles.columns, tiles.depth)
     if not plan.transposed:
         shape = (tiles.lines, tiles.depth, plan.line_columns)
     stages = {"num_barriers": tiles.stages}
     empty: plgpu.ClusterBarrier | plgpu.Barrier
     if tiles.cluster > 1:
+        # Blocks are multicast to both members, so neither producer may fill a stage before the
+        # consumers of both have read it.
         empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, **stages)
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, **stages)
     return _Scratch(
         x=swizzled((tiles.stages, CONSUMERS * tiles.rows, tiles.depth), dtype),
         block=swizzled((tiles.stages, *shape), dtype),
+        # One arrival for the features, and one for the block of each merged line.
         full=plgpu.Barrier(num_arrivals=1 + tiles.lines, **stages),
         empty=empty,
         results=swizzled((CONSUMERS, slots, SLICE_ROWS, plan.slice_columns), result_dtype),
@@ -197,6 +203,7 @@ def _over_tiles(plan, arrays, act):
         return lax.div(column, plan.tiles_per_block)
 
     def last_slot(number):
+        # -1 if the line is shorter than the table, whose padding is at the end of a line.
         return arrays.slot[(line_of(number) + 1) * plan.fan * plan.tiles.lines - 1]
 
     @plgpu.nd_loop(
@@ -212,6 +219,7 @@ def _over_tiles(plan, arrays, act):
         count = count_stored(arrays.slot, plan.fan, plan.tiles.lines, line_of(number), last)
         rows, column = plan.place(number)
         act(rows, column, count, step)
+        # Producer and consumers count the steps alike, so they agree on stages without a message.
         return step + count * plan.steps, following
 
     return final_carry[0]
@@ -283,6 +291,7 @@ def _consume(plan, arrays, scratch, consumer, row_tile, column, count, first):
         ]
 
     if plan.derivative:
+        # The pre-activation comes into the slices of results, which the tile before must have left.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number, place in enumerate(plan.slices):
             plgpu.copy_gmem_to_smem(
@@ -335,6 +344,7 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
         written += 1
         # With a derivative every slice has its slot (`_slots`), which no other write uses.
         if not plan.derivative:
+            # At most slots - 1 copies are still reading, so that of this slot is done.
             plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
         results.at[slot][...] = value.astype(results.dtype)
         plgpu.commit_smem()
@@ -353,6 +363,7 @@ def _finish(plan, arrays, results, slice_of, first_column, totals):
         if arrays.preactivation_out is not None:
             write(arrays.preactivation_out, (row, column), value)
         if plan.derivative:
+            # The slice has the pre-activation, and gets the result below.
             before = results.at[number][...].astype(jnp.float32)
             value = value * value_and_derivative(plan.activation, before)[1]
         elif plan.activation is not None:

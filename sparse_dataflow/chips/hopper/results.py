@@ -33,8 +33,10 @@ class Results:
         for number, (block, row, column) in enumerate(self.places):
             value = totals[block][row : row + SLICE_ROWS, column : column + self.width]
             at = number % self.slots
+            # The copy from this slot must have read it before it is overwritten.
             plgpu.wait_smem_to_gmem(self.pending, wait_read_only=True)
             self.slices[at] = value.astype(self.slices.dtype)
+            # The copy engine sees writes to shared memory only after this.
             plgpu.commit_smem()
             self._store(number)
 

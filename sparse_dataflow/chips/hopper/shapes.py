@@ -92,6 +92,7 @@ def _fans(merger: Callable[[int], LineTables], block: int) -> dict[int, int]:
 
     The supports of traced tables are unknown, so these always merge as many lines as fit a tile.
     """
+    # Merged lines have at most the 128 columns of a tile.
     widths = [width for width in (1, 2, 4) if width == 1 or width * block <= 128]
     widest = merger(widths[-1]).index
     if not isinstance(widest, np.ndarray):

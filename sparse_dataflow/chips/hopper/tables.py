@@ -102,6 +102,8 @@ def expand_terms(tables: LineTables, others: int, stored: int) -> LineTables:
     x_component, value_component = np.array(TERMS, np.int32).T
     index = tables.index[:, :, None] + x_component * others
     slot = tables.slot[:, :, None, :]
+    # A line without this block reads behind all components, where TMA finds zeros; padding stays
+    # -1.
     outside = jnp.where(slot < 0, slot, COMPONENTS * stored)
     slot = jnp.where(
         (slot >= 0) & (slot < stored), slot + value_component[:, None] * stored, outside

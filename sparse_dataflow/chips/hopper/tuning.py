@@ -169,6 +169,8 @@ def product_tiles(
     pair = tokens > CONSUMERS * rows and multiprocessors % 2 == 0
     cluster = 2 if pair else 1
     rows_of_cluster = CONSUMERS * rows * cluster
+    # Features of the token tiles take half of the L2 cache; blocks and results pass through the
+    # rest.
     group = max(1, CACHE_BYTES // 2 // (rows_of_cluster * features * 2))
     tiles = ProductTiles(
         rows=rows,
@@ -227,6 +229,7 @@ def gradient_tiles(
         if splits == 1:
             return waves * flops / _MULTIPLY_RATE
         sums = last * CONSUMERS * width * side * max(side, SLICE_ROWS) * 4
+        # Each partial sum is written and read, and the result is written.
         moved = (2 * splits + 1) * sums
         return waves * flops / _MULTIPLY_RATE + moved / _MEMORY_RATE + _LAUNCH_SECONDS
 

@@ -65,6 +65,7 @@ def forward(
     # A unit is a whole group, as the hidden layer of a group needs all of its weights.  Tokens are
     # the innermost axis, so these weights stay in VMEM while the tokens pass.
     grid = Grid(len(x), tiles.tokens, left.groups, 1, cores)
+    # Activations stay in HBM: a group's columns are runs at a stride, which `Window` copies.
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     results = [jax.ShapeDtypeStruct((len(x), right.features), x.dtype)]
     scratch = [
@@ -119,9 +120,11 @@ def _forward_kernel(
     if with_preactivation:
         outgoing.append(Window(grid, columns[2], False, core, preactivation_hbm, *refs))
     start([x], step)
+    # A buffer of results is free again when the copies of the step before the last are done.
     x_ref = x.at(step)
     y_ref, *preactivation_ref = (result.reuse(step) for result in outgoing)
 
+    # Some rows at a time bound the float32 hidden activations in VMEM.
     @over_rows(grid.token_tile, rows)
     def _(at):
         totals = [dot(x_ref[at, :], in_ref[0]) for in_ref in in_refs]
@@ -202,10 +205,12 @@ def backward(
         out_specs=[anywhere, *(_whole(grid, result) for result in results[1:])],
         scratch_shapes=[
             *TransposedWindow.scratch(grid, left.width, x.dtype),
+            # Three buffers, as the dots read the rows of dy themselves besides their transposes.
             *TransposedWindow.scratch(grid, right.width, x.dtype, buffers=3),
             *Window.scratch(grid, hidden.width, x.dtype),
             *Window.scratch(grid, left.width, x.dtype),
             *(pltpu.VMEM((left.width, width), jnp.float32) for _ in weights_in),
+            # [N, H], the transpose of W_out: see the kernel.
             pltpu.VMEM((right.width, width), jnp.float32),
             pltpu.VMEM((grid.token_tile, left.width), jnp.float32),
         ],
@@ -259,6 +264,7 @@ def _backward_kernel(
     x.advance(step)
     dy.advance(step)
     z_ref, dy_ref = preactivation.at(step), dy.window.at(step)
+    # Chunks of hidden features: their activations and gradients are in float32.
     chunks = width // chunk
 
     def add(sum_ref, summand, first):
@@ -275,6 +281,7 @@ def _backward_kernel(
         z = z_ref[:, activated].astype(jnp.float32)
         activations, slope = value_and_derivative(activation, z)
         dhidden = dot(dy_ref[...], out_ref[0, at, :], transposed=True)
+        # Gradients of the products into the hidden layer, in the order of `weights_in`.
         derived = [dhidden * slope]
         if products > 1:
             ungated = z_ref[:, at].astype(jnp.float32)
@@ -286,7 +293,9 @@ def _backward_kernel(
             add(dbias_ref.at[0, :, at], dbias, i == 0)
         rounded = [each.astype(dx_ref.dtype) for each in derived]
         pairs = list(zip(rounded, in_refs))
+        # dx is a sum over all hidden features, so over all chunks of a step.
         add(dx_sum, sum(dot(d, ref[0, :, at], transposed=True) for d, ref in pairs), c == 0)
+        # Sums over tokens begin with the first token tile of each group.
         for each, din_sum in zip(rounded, din_sums):
             add(din_sum.at[:, at], dot(x.at(step)[...], each), i == 0)
         # (dW_out)ᵀ = dyᵀ h, with the transposed dy that a window has anyway.  The sum is transposed

@@ -32,6 +32,7 @@ def split(bias: jax.Array | None, y: jax.Array, group: int, width: int) -> list[
     tiles = y.reshape(B, T // TILE[0], TILE[0], -1, group + 2, width)
 
     def part(cut):
+        # [B, kv heads, parts, T / 8, 8, K] -> [B, heads, T, K].
         heads = tiles[..., cut, :].transpose(0, 3, 4, 1, 2, 5).reshape(B, -1, T, width)
         if bias is not None:
             rows = bias.astype(y.dtype).reshape(-1, group + 2, width)

@@ -125,6 +125,8 @@ def _backward(options, saved, dy):
 def _gradients(options, x, values_in, bias_in, values_out, lines_in, lines_out, dy):
     tuning = options.tuning
     if tuning.backward is None:
+        # Only the operands were saved, so the first product is computed again, with what its own
+        # gradient needs.
         pair = functools.partial(_pair, options, lines_in=lines_in, lines_out=lines_out)
         return jax.vjp(pair, x, values_in, bias_in, values_out)[1](dy)
     # Padding rows of dy are zero, so the hidden layer's padding rows add nothing to dW.

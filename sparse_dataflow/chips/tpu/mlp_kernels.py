@@ -69,10 +69,13 @@ def forward(
             in_specs=[anywhere] * 3 + [pl.BlockSpec((first.lines, tile), lambda *_: (0, 0))],
             out_specs=pl.BlockSpec(
                 (tiles.tokens, tiles.lines * tile),
+                # (token tile, set of result columns); the tables of scalars follow the grid's
+                # indices.
                 lambda core, i, step, *_: (core * tiles_per_core + i, step),
             ),
             scratch_shapes=[
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
+                # The hidden layer of a token tile.
                 pltpu.VMEM((tiles.tokens, bias_in.shape[1]), x.dtype),
                 *Rows.scratch(x, tiles.tokens, tiles.buffers),
                 *first.scratch(values_in.dtype),
@@ -98,6 +101,7 @@ def _forward_kernel(*all_refs, tiles, first, second, activation):
     core, i, step = (pl.program_id(axis) for axis in range(3))
     tiles_per_core = pl.num_programs(1)
     x = Rows(x_hbm, *_pop(refs, 2))
+    # Both weights pass once per token tile, so their chunks are numbered over all tiles of a core.
     weights_in = _stream(first, tiles_per_core, tables[0], in_hbm, refs)
     weights_out = _stream(second, tiles_per_core, tables[1], out_hbm, refs)
 
@@ -167,6 +171,7 @@ def backward(
       dx [tokens, input rows * tile] and two [tokens, hidden] in x's dtype; float32 [1, hidden].
     """
     hidden_lines, input_lines = (len(lines.count) for lines in lines_in)
+    # Three streams: the hidden layer again, its gradient from dy, and dx from that.
     hidden_stream, by_column = stream_shape(
         values_in, lines_in[0], tiles.streams[0], tiles.lines, False
     )
@@ -210,6 +215,7 @@ def backward(
             scratch_shapes=[
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
                 pltpu.VMEM((tiles.tokens, tile), jnp.float32),
+                # dz of a token tile, from which all lines of dx gather.
                 pltpu.VMEM((tiles.tokens, hidden_stream.lines * tile), x.dtype),
                 *Rows.scratch(x, tiles.tokens, tiles.buffers),
                 *Rows.scratch(dy, tiles.tokens, tiles.buffers),

@@ -127,11 +127,14 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
         values *= factor
         outer = _wide(dnormed)
         inner = outer * _wide(scale)
+        # With n = x / rms and g its gradient, dx = (g - n mean(g n)) / rms, less mean(g) / rms
+        # where the mean was subtracted.
         gradient = inner - values * (inner * values).mean(-1, keepdims=True)
         if norm.centred:
             gradient -= inner.mean(-1, keepdims=True)
         gradient = factor * gradient + _wide(dresidual)
         dx[...] = gradient.astype(dx.dtype)
+        # The bias was added to the stream, so its gradient is that of the stream.
         terms = {"scale": outer * values, "shift": outer, "bias": gradient}
 
         @pl.when(pl.program_id(1) == 0)

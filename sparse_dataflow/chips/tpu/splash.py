@@ -106,7 +106,9 @@ def _run(kernel, query, key, value, documents, key_documents):
         segments = splash_attention.SegmentIds(q=documents, kv=key_documents)
     if k.shape[1] == heads:
         return jax.vmap(kernel)(q, k, v, segments).swapaxes(1, 2)
+    # [batch, kv heads, queries of each, tokens, width]: a kernel has the queries of one key head.
     grouped = q.reshape(batch, k.shape[1], -1, tokens, width)
+    # Key heads of a sequence share its documents.
     row_kernel = jax.vmap(kernel, in_axes=(0, 0, 0, None))
     return jax.vmap(row_kernel)(grouped, k, v, segments).reshape(q.shape).swapaxes(1, 2)
 

@@ -125,6 +125,7 @@ def _line_gradient(x, dy, values, tables):
     (lines, fan), block = tables.in_slot.shape, values.shape[-1]
     side, step = min(block, TILE), min(STEP, _rows(len(x)))
     parts = block // side
+    # Rows of zeros add nothing to the sums.
     x, dy = _padded(x, step), _padded(dy, step)
 
     def block_sparse_gradient(index, slot, x, dy, dvalues):
@@ -152,6 +153,7 @@ def _line_gradient(x, dy, values, tables):
     operands = tables.in_index, tables.in_slot, x, dy
     return _call(
         block_sparse_gradient,
+        # A program for each position of the table, and for each tile of its block.
         grid=(lines * fan, parts * parts),
         in_specs=[*map(target.whole, operands)],
         out_specs=target.whole(values),

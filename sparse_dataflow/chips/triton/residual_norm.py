@@ -95,6 +95,7 @@ def _kernel(norm, x, *arrays, names):
         *residual, normed = refs[len(named) :]
         row = pl.program_id(0)
         values = []
+        # Unrolled: all chunks of a row stay in registers for its statistics.
         for chunk in range(chunks):
             value = _wide(named["x"], row, chunk)
             if "y" in named:

@@ -186,6 +186,7 @@ class Checkpoints:
             raise ValueError(f"step {step} is not between 0 and 10**18")
         if metric is not None:
             metric = float(metric) if math.isfinite(metric) else None
+        # A checkpointer has one save under way, whose outcome decides whether this one replaces it.
         self.finish_save()
         arrays = named_arrays.flatten(state)
         about = {
@@ -198,6 +199,7 @@ class Checkpoints:
         if not collectives.on_first(lambda: self._make_saving_folder(step)):
             return False
         saving = self._folder / f"{step}.saving"
+        # On every process, in the same order: the barriers of a save are numbered by it.
         self._barrier.start_save()
         write = functools.partial(named_arrays.start_writing, self._orbax, saving / "state", arrays)
         try:
@@ -229,6 +231,8 @@ class Checkpoints:
                 self._set_aside(final, "it is in the way of a new checkpoint of that step")
             named_arrays.remove(saving)
             saving.mkdir()
+            # The inode tells this folder from another of the same name; see
+            # `_finish_in_background`.
             self._saving = saving.stat().st_ino
 
         try:
@@ -415,11 +419,14 @@ class Checkpoints:
                 if saving.stat().st_ino != self._saving:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(saving))
                 appended.flush()
+                # The manifest comes last, with checksums of all other files, and then the rename: a
+                # folder with a step as its name is whole.
                 (saving / "extra.json").write_bytes(about)
                 manifest.write(saving, {"step": step, "metric": metric})
                 saving.rename(final)
 
             storage.retry(f"Writing {final}", complete)
+            # Until the folder itself is on the disk, a power cut could undo the rename.
             storage.retry(f"Writing {final}", lambda: storage.flush_folder(self._folder))
         except Exception as error:
             self._outcome.record_failure(error, self._clean_up_failure(step, error))

@@ -200,7 +200,9 @@ def start_writing(
     """
     import orbax.checkpoint as ocp
 
+    # orbax stores neither random keys nor arrays without elements.
     raw = {name: _writable(_raw(leaf)) for name, leaf in arrays.items() if leaf.size}
+    # Before anything is written: a full disk would end all other writes of the run too.
     if sum(leaf.nbytes for leaf in raw.values()) > shutil.disk_usage(folder.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with jax.transfer_guard("allow"):  # The training loop may forbid transfers.
@@ -230,6 +232,7 @@ def read(checkpointer: "ocp.AsyncCheckpointer", folder: Path, abstract_state: An
         raw = checkpointer.restore(
             folder,
             args=ocp.args.PyTreeRestore(
+                # The item names what is read; dtypes and places are those of `restore_args`.
                 item={name: 0 for name in stored},
                 restore_args={name: _restore_args(leaf) for name, leaf in stored.items()},
                 partial_restore=True,
@@ -412,6 +415,7 @@ def prepare_folder(folder: Path) -> None:
         storage.make_folder(folder)
         for path in subfolders(folder, _LEFTOVER):
             remove(path)
+        # A name that the next start removes, if this one is killed here.
         probe = folder / "0.saving"
         probe.mkdir()
         probe.rmdir()

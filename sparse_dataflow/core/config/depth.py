@@ -57,6 +57,7 @@ class DepthSchedule:
         Depends on the arguments alone, so that a resumed run uses the same blocks.
         """
         if self.kind == "drop":
+            # From the seed and the step: a resumed run drops the same blocks.
             draws = np.random.default_rng([seed, step]).random(num_layers)
             blocks = np.flatnonzero(draws >= self.value)
             return tuple(map(int, blocks)) or (int(np.argmax(draws)),)

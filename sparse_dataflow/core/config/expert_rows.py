@@ -27,6 +27,8 @@ def exchanged_rows(config: ModelConfig, tokens: int, devices: int) -> int:
     def choices(first):
         """Returns the most choices that a token has of the experts of one device."""
         shares = (
+            # Experts of a prototype group that this device has, of which a token chooses at most
+            # top_k.
             min(first + local, start + group) - max(first, start)
             for start in range(0, config.experts, group)
         )

@@ -133,6 +133,7 @@ def segments(layer_kinds: tuple[Any, ...]) -> tuple[tuple[tuple[Any, ...], int],
             pattern, repeats = layer_kinds[start : start + period], 1
             while layer_kinds[start + period * repeats :][:period] == pattern:
                 repeats += 1
+            # A pattern that does not repeat is no loop: it counts as its first block.
             covers = period * repeats if repeats > 1 else 1
             if covers > len(best[0]) * best[1]:
                 best = (pattern, repeats)

@@ -45,6 +45,7 @@ def block_gradient_norms(
         {name: jnp.zeros(layout.grid, jnp.float32) for name, layout in group.items()}
         for group in split_groups(layouts_by_name(params))
     ]
+    # Devices of "context" have other tokens of the same rows, so x^T dy is a sum over them too.
     summed = axes if rank.context is None else (*axes, rank.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
 
@@ -53,6 +54,8 @@ def block_gradient_norms(
             {name: probe(name, each, summed, rank.shard) for name, each in group.items()}
             for group in norms
         ]
+        # A probe lies beside the arrays of its weight, so executors carry it through scans as a
+        # leaf.
         probed = merged({"blocks": join_groups(probes)}, params)
         return whole.loss(model, probed, batch.weighted(shares), rank)
 
@@ -172,5 +175,6 @@ def mean_norms(
     totals: dict[str, np.ndarray] = {}
     for portion in division.divide(batches):
         for name, norm in jax.device_get(measure(portion)).items():
+            # Squares add up over portions; in float64, as there may be many.
             totals[name] = totals.get(name, 0.0) + np.square(norm, dtype=np.float64)
     return {name: np.sqrt(total / division.calls) for name, total in totals.items()}

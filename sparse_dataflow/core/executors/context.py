@@ -25,6 +25,8 @@ def zigzag(tokens: int, shards: int) -> np.ndarray:
     `tokens` is a multiple of 2 * shards.
     """
     chunks = np.arange(tokens, dtype=np.int32).reshape(2 * shards, -1)
+    # Of 2 n chunks, shard i has chunk i from the front and chunk 2 n - 1 - i, counted from the
+    # back.
     return np.concatenate([chunks[:shards], chunks[: shards - 1 : -1]], axis=1)
 
 
@@ -53,6 +55,7 @@ class Context:
         rows, length, *rest = x.shape
         shards = lax.all_gather(x, self.axis, axis=1)  # [B, shards, T / shards, ...]
         shards = shards.reshape(rows, self.shards, 2, length // 2, *rest)
+        # The second chunks descend from shard to shard; reversed, they continue the first ones.
         ordered = jnp.concatenate([shards[:, :, 0], shards[:, ::-1, 1]], axis=1)
         return ordered.reshape(rows, self.shards * length, *rest)
 
@@ -75,5 +78,6 @@ class Context:
           **settings: window, cap and bidirectional.
         """
         key, value = (checkpoint_name(self.gather(a), KEYS_VALUES) for a in (key, value))
+        # The mask compares positions, as neither queries nor their distances are consecutive here.
         order, shard = zigzag(key.shape[1], self.shards), lax.axis_index(self.axis)
         return shard_attention(query, key, value, order, shard, documents=documents, **settings)

@@ -60,6 +60,7 @@ def cut(
     sharded = [divide(each, shards, width) for each in layouts]
     order = None if column_parallel else np.stack([each.order for each in sharded])
     stacked = stack_tables([each.tables for each in sharded])
+    # Consecutive devices share a key/value head, so its tables are repeated side by side.
     copied: list[Any] = [np.repeat(table, copies, axis=1) for table in stacked.arrays]
     stacked = LayoutTables(*copied)
     return Cut(stacked if changing else stacked.with_groups(), order)

@@ -74,6 +74,8 @@ def outer_shape(sizes: Mapping[str, int], islands: int) -> list[int]:
     """
     shape, remaining = [], islands
     for axis in AXES:
+        # Outer axes communicate least in a step, so they cross as many of the slow borders as they
+        # can.
         shape.append(math.gcd(sizes[axis], remaining))
         remaining //= shape[-1]
     if remaining > 1:
@@ -106,6 +108,8 @@ def local_rows(mesh: AnyMesh, rows: int) -> tuple[int, ...]:
             f"({' x '.join(f'{axis}:{mesh.shape[axis]}' for axis in BATCH_AXES)}); legal: a "
             f"multiple of {shards}."
         )
+    # [batch shards, devices that have the same rows]; P(BATCH_AXES) numbers the shards in this
+    # order.
     order = [mesh.axis_names.index(axis) for axis in BATCH_AXES]
     others = [i for i in range(mesh.devices.ndim) if i not in order]
     devices = mesh.devices.transpose(*order, *others).reshape(shards, -1)

@@ -92,6 +92,7 @@ def _product(sizes):
 def _nearest(sizes, devices):
     """Returns a legal mesh of the same axes with sizes near the requested ones."""
     legal, remaining = {}, devices
+    # Inner axes first: they keep their sizes, and the outermost takes what is left.
     for name in sorted(sizes, key=AXES.index, reverse=True):
         legal[name] = math.gcd(sizes[name], remaining) if sizes[name] > 0 else 1
         remaining //= legal[name]

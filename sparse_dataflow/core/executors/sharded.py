@@ -125,6 +125,7 @@ class Sharded(TracedExecutor):
                 model, params, local_layouts(rest), batch, how, rank
             )
             all_reduce = functools.partial(sharding.all_reduce, mesh=self.mesh)
+            # Once, after all micro-batches, which each rank sums by itself.
             gradients = jax.tree.map(all_reduce, gradients, gradient_specs)
             return step_metrics.over_devices(metrics, self.mesh.axis_names), gradients
 
@@ -153,6 +154,7 @@ class Sharded(TracedExecutor):
         """Returns norms of blocks from those of the strips of each that "feature" cuts."""
         if self.mesh.shape["feature"] == 1:
             return norms
+        # A block's strips lie on the devices of "feature": squares of norms add, norms do not.
         squares = jax.tree.map(jnp.square, norms)
         return jax.tree.map(jnp.sqrt, lax.psum(squares, "feature"))
 
@@ -164,6 +166,7 @@ class Sharded(TracedExecutor):
         """Returns norms [layers, in_blocks, out_blocks] with one copy of each key/value head."""
 
         def without_copies(norms):
+            # [layers, in_blocks, kv heads, copies, out_blocks of a head]; the copies are equal.
             by_copy = norms.reshape(*norms.shape[:2], model.kv_heads, self._kv_copies(model), -1)
             return by_copy[:, :, :, 0].reshape(*norms.shape[:2], -1)
 
@@ -183,6 +186,7 @@ class Sharded(TracedExecutor):
         specs, rest_specs = (sharding.specs(p, model, self.mesh, fsdp) for p in (params, rest))
         fsdp = self.zero >= sharding.ZERO["gradients"]
         gradient_specs = sharding.specs(params, model, self.mesh, fsdp)
+        # Frozen parameters are gathered as trained ones are; layouts are not.
         all_specs = partition.merged(specs, stacks.split_layouts(rest_specs)[0])
         all_specs = sharding.gathered_specs(model, all_specs, self.exchange)
         by_group = {name: split_groups(section) for name, section in all_specs.items()}
@@ -304,6 +308,7 @@ class Sharded(TracedExecutor):
                 return _take(target, axis)(put_global(leaf, target), order)
             dim = sharding.residual_dim(model, role.parameter) if role.parameter else None
             if features is not None and dim is not None and (axis := role.axis(dim)) is not None:
+                # `cuts.inverse` takes a permutation in each row.
                 order = permutation(features[None])[0]
                 return _take_features(target, axis)(put_global(leaf, target), order)
             return put_global(leaf, target)
@@ -369,6 +374,8 @@ class Sharded(TracedExecutor):
         def put_array(array):
             def shard(index):
                 start, stop, _ = index[0].indices(rows)
+                # A device's rows are consecutive in the batch, and local rows ascend, so they are
+                # here as well.
                 return array[position[start] : position[stop - 1] + 1]
 
             return jax.make_array_from_callback((rows, *array.shape[1:]), target, shard)

@@ -91,6 +91,7 @@ def spec(
       fsdp: whether to shard over "fsdp".
     """
     row = _row(model, path)
+    # Mesh axes of each dimension; a row of the table may be shorter than the shape.
     cuts = [list(entry_axes(entry)) for entry in [*row, *[None] * (len(shape) - len(row))]]
     # What the model axes cannot cut is whole on each of their devices.
     odd = path in VOCABULARY_ROWS and shape[0] % model_shards(mesh)
@@ -281,6 +282,7 @@ def _all_gather(leaf, dim, dtype, axes):
 
 def layer_specs(specs: dict) -> dict:
     """Returns the specs of one layer from those of the stacked blocks."""
+    # The first dimension is the layers, of which one is taken.
     return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda s: isinstance(s, P))
 
 
@@ -303,6 +305,8 @@ def reduce_scatter(gradient: jax.Array, param_spec: P, gradient_spec: P) -> jax.
 
 def all_reduce(gradient: jax.Array, spec: P, mesh: AnyMesh) -> jax.Array:
     """Sums a gradient in float32 over every axis that does not shard it."""
+    # Over an axis that shards it, each device has its own part of the gradient.  Over any other,
+    # each has the gradient of its share of the loss, and the sum of these is the gradient.
     over = tuple(
         axis
         for axis in dict.fromkeys((*BATCH_AXES, *STATE_AXES, *MODEL_AXES))

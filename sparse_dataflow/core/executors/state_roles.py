@@ -71,6 +71,7 @@ def roles(model: ModelConfig, state: object) -> Any:
 
 def _role(model, path, axes, names):
     """Returns the role of a state array whose last axes have names."""
+    # The first axes are the stack of layers, experts or blocks, as in the parameter.
     stack = axes - len(names)
     named = {name: stack + i for i, name in enumerate(WEIGHT_AXES[weight_axes(model, path)])}
     weight_dims = (named.get(name) for name in names)

@@ -139,6 +139,7 @@ def _rounded(master, gradient):
 
 
 _rounded.defvjp(
+    # The residual carries the dtype alone: a dtype is no legal residual.
     lambda master, gradient: (master, jnp.zeros((), gradient.dtype)),
     lambda like, cotangent: (None, cotangent.astype(like.dtype)),
 )
@@ -180,6 +181,7 @@ def apply_blocks(
             for each in dict.fromkeys(group_kinds)
         }
         if config.shared_layers:
+            # Outside of the loop: gradients of all layers add up in float32 and are rounded once.
             shared = jax.tree.map(lambda t: _with_gradient(t)[0], stacked, is_leaf=_traced)
             run = {each: _with_block(apply, shared) for each, apply in run.items()}
             stacked = ()
@@ -277,6 +279,7 @@ def _layer(config, rank, group, batches, kind):
         # the forward pass, and barriers against that only end fusions.
         return _checkpointed(run, kind, prevent_cse=not dispatch.on(platforms.SCANNED_LAYERS))
     if rank.gather is not None:
+        # Kept, gathered weights of all layers would be the whole model on each device.
         policy = jax.checkpoint_policies.save_anything_except_these_names(
             GATHERED, remat.KEYS_VALUES
         )
@@ -522,6 +525,7 @@ def token_scores(
 def _without_padding(config, batch):
     """Returns the batch with padding as a document of its own."""
     end = config.vocab_size - 1 if config.mask_documents else _NO_TOKEN
+    # Documents count from 0, so no token of one sees the padding.
     documents = jnp.where(batch.tokens < 0, -1, document_numbers(batch.tokens, end))
     tokens = jnp.maximum(batch.tokens, 0)
     return dataclasses.replace(batch, tokens=tokens, documents=documents)
@@ -568,6 +572,7 @@ def loss_and_gradients(
                 value += auxiliary_loss(config, metrics) / (routed * rank.shard.devices)
             return value, metrics
 
+        # Never read, so the compiler removes them; see `Traced`.
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, how.dtype), params)
         (_, metrics), gradients = jax.value_and_grad(share, has_aux=True)(zeros)
         unrolled = not dispatch.on(platforms.HOST) and unrolls(config, rest, rank)
@@ -584,5 +589,7 @@ def loss_and_gradients(
     def accumulate(total, rows):
         return step_metrics.combined(total, micro_batch(params, rows)), None
 
+    # The sums begin as zeros of these shapes: the first micro-batch outside of the loop would be a
+    # second copy of the program.
     shapes = jax.eval_shape(micro_batch, params, {name: rows[0] for name, rows in split.items()})
     return lax.scan(accumulate, step_metrics.empty(shapes), split)[0]

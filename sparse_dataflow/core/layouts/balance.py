@@ -66,6 +66,8 @@ def _any_completion(allowed, row_need, col_need):
     rows, cols = np.nonzero(allowed)
     in_blocks, out_blocks = allowed.shape
     source, sink = in_blocks + out_blocks, in_blocks + out_blocks + 1
+    # Edges from the source to each row, of the capacity of its need; from rows to columns, one for
+    # each allowed block, of capacity 1; and from each column to the sink.
     tails = np.r_[np.full(in_blocks, source), rows, in_blocks + np.arange(out_blocks)]
     heads = np.r_[np.arange(in_blocks), in_blocks + cols, np.full(out_blocks, sink)]
     capacity = np.r_[row_need, np.ones(len(rows), int), col_need].astype(np.int32)
@@ -86,6 +88,7 @@ def _best_completion(scores, allowed, row_need, col_need, feasible):
     candidates = feasible | (allowed & _line_tops(scores, allowed, row_need, col_need))
     while True:
         chosen, row_price, col_price = _solve(scores, candidates, row_need, col_need)
+        # Reduced profit: what a block adds beyond the prices of its row and its column.
         gain = scores - row_price[:, None] - col_price
         profitable = allowed & ~candidates & (gain > TOLERANCE)
         if not profitable.any():
@@ -126,5 +129,6 @@ def _solve(scores, candidates, row_need, col_need):
     # The dual simplex ends in a vertex, which has only zeros and ones up to rounding.  An interior
     # point method could end between equally good masks, where a bound of 0.5 gives wrong counts.
     chosen[rows, cols] = solution.x > 0.5
+    # The program minimises the negative score, so prices have the other sign.
     prices = -solution.eqlin.marginals
     return chosen, prices[: len(row_need)], prices[len(row_need) :]

@@ -244,6 +244,7 @@ def exchanged_share(
     last = until(config) * steps
     if METHODS[config.method].update is None or step == 0 or step % config.every or step > last:
         return 0.0
+    # The cosine of RigL (arXiv 1911.11134, section 3): fewer exchanges towards the end.
     share = config.share / 2 * (1 + math.cos(math.pi * step / last))
     if stored is None or not share:
         return share
@@ -385,6 +386,8 @@ def _gradual(model, config):
     specs = []
     for power in range(halvings, -1, -1):
         before, density = (min(1.0, lowest * 2**p) for p in (power + 1, power))
+        # The cubic is lowest + (1 - lowest) (1 - t)^3; solved for t at the middle of both
+        # densities.
         excess = ((before + density) / 2 - lowest) / (1 - lowest)
         specs.append(
             PhaseSpec(

@@ -59,6 +59,8 @@ class Groups:
         # needed.
         rows = _in_tiles(block)
         x = values.reshape(*lead, outer, self.count, self.out_run, inputs, *rows, block)
+        # (outer, group, run, input, rows as two, column) -> (group, input, rows, outer, run,
+        # column).
         x = _transposed_last(x, (1, 3, 4, 5, 0, 2, 6))
         return x.reshape(*lead, self.count, inputs * block, outputs * block)
 
@@ -69,6 +71,8 @@ class Groups:
         outer = outputs // self.out_run
         rows = _in_tiles(block)
         x = weights.reshape(*lead, self.count, inputs, *rows, outer, self.out_run, block)
+        # (group, input, rows as two, outer, run, column) -> (outer, group, run, input, rows,
+        # column).
         x = _transposed_last(x, (4, 0, 5, 1, 2, 3, 6))
         return x.reshape(*lead, self.count * inputs * outputs, block, block)
 

@@ -20,6 +20,7 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
     """
     spec = layer_linear(config, projection, layer)
     names = config.projections
+    # Weights are numbered in order of depth, so successive ones may have successive factors.
     offset = config.seed + layer * len(names) + names.index(projection)
     in_features, out_features = config.projection_shape(projection)
     shape = (in_features, out_features, spec.block, spec.density, offset)

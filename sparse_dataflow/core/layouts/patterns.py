@@ -182,6 +182,7 @@ def from_permutations(
     cells = np.zeros((ring, ring), bool)
     for permutation in permutations:
         cells[permutation, np.arange(ring)] = True
+    # Each cell of the ring becomes a rectangle of blocks.
     return np.kron(cells, np.ones((in_blocks // ring, out_blocks // ring), bool))
 
 
@@ -319,6 +320,7 @@ def cyclic(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndar
     """Power-of-two strides around the ring, rotated with `offset`; balanced for any grid."""
     ring = math.gcd(in_blocks, out_blocks)
     powers = [1 << k for k in range((ring - 1).bit_length())]
+    # As in `butterfly`: stride 0 takes one place, and each weight goes on where the last one ended.
     start = offset * (degree - 1) % max(1, len(powers))
     rest = [stride for stride in range(1, ring) if stride not in powers]
     strides = [0, *powers[start:], *powers[:start], *rest][:degree]

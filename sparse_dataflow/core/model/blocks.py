@@ -17,6 +17,7 @@ def gather_blocks(values: jax.Array, sources: jax.Array) -> jax.Array:
       values: float [layers, nnz, ...] at the old layouts.
       sources: int32 [layers, new nnz], from `layouts.evolution.block_sources`.
     """
+    # [L, 1] and sources [L, new nnz] broadcast: each layer takes its own blocks.
     layer = jnp.arange(len(values))[:, None]
     gathered = values[layer, jnp.maximum(sources, 0)]
     stays = (sources >= 0).reshape(*sources.shape, *(1,) * (values.ndim - 2))
@@ -29,6 +30,7 @@ def expand(rows: jax.Array, cols: jax.Array, values: jax.Array, grid: tuple[int,
     layers, _, block, _ = values.shape
     blocks = jnp.zeros((layers, *grid, block, block), values.dtype)
     blocks = blocks.at[jnp.arange(layers)[:, None], rows, cols].set(values)
+    # [L, in_blocks, out_blocks, b, b] -> [L, in_blocks, b, out_blocks, b].
     return blocks.swapaxes(2, 3).reshape(layers, grid[0] * block, grid[1] * block)
 
 
@@ -36,6 +38,7 @@ def expand(rows: jax.Array, cols: jax.Array, values: jax.Array, grid: tuple[int,
 def collect(rows: jax.Array, cols: jax.Array, dense: jax.Array, block: int) -> jax.Array:
     """The inverse of `expand`: dense [L, in, out] -> [L, nnz, b, b] at rows, cols [L, nnz]."""
     blocks = _grid(dense, block)
+    # Indices on both sides of a slice move to the front: [L, nnz, b, b].
     return blocks[jnp.arange(len(dense))[:, None], rows, :, cols]
 
 

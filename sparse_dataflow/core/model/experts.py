@@ -61,6 +61,7 @@ def real_capacity(config: ModelConfig, experts_NxK: jax.Array, tokens: jax.Array
         return jnp.int32(most)
     share = config.expert_capacity * experts_NxK.shape[1] / config.experts
     real = jnp.ceil(share * tokens).astype(jnp.int32)
+    # Without padding it is exactly the static bound, which a product in float32 could miss by one.
     return jnp.where(tokens == len(experts_NxK), most, jnp.minimum(real, most))
 
 
@@ -98,14 +99,18 @@ def _by_expert(experts_NxK, count, bound, expected, most=None):
     """
     most = bound if most is None else most
     rows = tile_rows(expected, count)
+    # The most tiles that choices can fill: each expert may leave rows - 1 rows of its last tile
+    # empty.
     tiles = (experts_NxK.size + count * (rows - 1)) // rows
     tiles = min(tiles, count * -(-bound // rows))
+    # A choice of `count` is past the counted length.
     sizes = jnp.bincount(experts_NxK.reshape(-1), length=count)
     # An expert fills whole tiles, so that a tile has one expert: at most rows - 1 rows of each are
     # empty.  The number of tiles is the static bound, as shapes cannot follow the data.
     tiles_E = -(-jnp.minimum(sizes, most) // rows)
     ends = jnp.cumsum(tiles_E)
     plan = _place(experts_NxK, sizes, most, rows * (ends - tiles_E), tiles * rows)
+    # Tile i is of the first expert whose tiles end after i; of none, `count`, after the last.
     tiles_T = jnp.searchsorted(ends, jnp.arange(tiles), side="right")
     return plan, tiles_T.astype(jnp.int32)
 
@@ -187,11 +192,14 @@ def exchange(
     # collectives of jax have static shapes.  The counts travel too, and say which rows are real
     # and whose.
     kept = jnp.minimum(sizes, limit).reshape(devices, local)
+    # Each device gets `rows` rows; within these the rows of its experts follow one another.
     first = jnp.cumsum(kept, 1) - kept + rows * jnp.arange(devices)[:, None]
     sent = _place(experts_NxK, sizes, limit, first.reshape(-1), devices * rows)
     ends = jnp.cumsum(lax.all_to_all(kept, axis, 0, 0, tiled=True), 1)
+    # Row i from a device is of the first expert whose rows end after i; `local` for the empty rows.
     experts = jax.vmap(lambda e: jnp.searchsorted(e, jnp.arange(rows), side="right"))(ends)
     experts = experts.astype(jnp.int32).reshape(-1, 1)
+    # The senders have applied the limit of an expert's rows, so nothing is dropped here.
     received, tiles = _by_expert(experts, local, experts.size, experts_NxK.size)
     return Exchange(sent, received, tiles, axis)
 
@@ -294,6 +302,7 @@ class Experts:
             sent = plan.sent
             x_SxD = plan.spread(x_NxD)
             y_NxKxD = plan.collect(self.products(x_SxD, plan.tiles_T, shard))
+        # A dropped choice has the number of rows as its row.
         lost_N = jnp.mean(sent.rows_NxK == len(sent.choices_S), axis=1, dtype=jnp.float32)
         count = metrics["balance_loss"].count
         metrics |= {"dropped": Mean(_sum(lost_N, real_N), count)}
@@ -342,6 +351,8 @@ class Experts:
           (float32 [N, K] factors of the experts' outputs, int32 [N, K] experts, metrics).
         """
         config = self.config
+        # Rounded logits would choose other experts: TPUs and GPUs round float32 operands by
+        # default.
         logits = jnp.matmul(
             x_NxD.astype(jnp.float32),
             self.router.astype(jnp.float32),
@@ -351,18 +362,23 @@ class Experts:
         by_group = logits.reshape(len(logits), config.prototypes, size)
         probabilities = jax.nn.softmax(by_group)
         gates, chosen = lax.top_k(probabilities, config.top_k)
+        # A single gate over its own sum is always 1, and the router would have no gradient.
         if config.top_k > 1 and not config.raw_gates:
             gates /= gates.sum(-1, keepdims=True)
+        # [N, prototypes, top_k]: a group's choices are numbered within the group.
         experts = chosen + size * jnp.arange(config.prototypes)[:, None]
         z_N = jnp.square(jax.nn.logsumexp(by_group, axis=-1)).sum(-1)
         counted = experts
         if real_N is not None:
+            # bincount drops what is past its length.
             counted = jnp.where(real_N[:, None, None], experts, config.experts)
         load = jnp.bincount(counted.reshape(-1), length=config.experts).astype(jnp.float32)
         # The load is that of all devices, and the loss linear in the probabilities: so the losses
         # of the devices add up.
         loads = lax.psum(load, row_axes) if row_axes else load
         share = loads / jnp.maximum(loads.sum(), 1)
+        # Shares of choices times mean probabilities, times the experts of a group (Switch
+        # Transformers, arXiv 2101.03961, equation 4).
         balance = size * jnp.sum(share * _sum(probabilities, real_N).reshape(-1))
         tokens = jnp.float32(len(logits)) if real_N is None else real_N.sum(dtype=jnp.float32)
         metrics: dict[str, Metric] = {

@@ -153,6 +153,7 @@ class Block(Mlp):
         with jax.named_scope("attention"):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))
+        # Without its bias, which is added once, after the sum over devices.
         y_BxTxD = self.attn_out.product(attended, shard.reduce)
         # One kernel adds the bias and the residual and normalises, where a platform has it.
         if self._adds_at_once and (
@@ -244,7 +245,9 @@ class Block(Mlp):
             if dispatch.on(platforms.JOINED_SPLITS):
                 # The gradient of a split joins its parts in one copy.
                 return [part[:, :, :, 0] for part in lax.split(qkv, (1, 1, 1), axis=3)]
+            # [B, T, heads, (query, key, value), K]: three arrays along the axis of the parts.
             return jnp.moveaxis(qkv, 3, 0)
+        # [B, T, kv heads, (queries..., key, value), K].
         return qkv[..., :group, :].reshape(B, T, -1, width), qkv[..., group, :], qkv[..., -1, :]
 
 
@@ -276,6 +279,7 @@ def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
     rngs, shape = nnx.Rngs(params=key), (config.vocab_size, config.d_model)
     params: dict
     if section == "embed":
+        # GPT-2's standard deviations, of tokens and of positions.
         params = {"tokens": 0.02 * jax.random.normal(rngs.params(), shape)}
         if config.positions == "learned":
             shape = (config.max_len, config.d_model)
@@ -350,6 +354,7 @@ def embed_and_table(
     config.check_context(tokens_BxT.shape[1])
     dtype, table_VxD = jnp.dtype(config.compute_dtype), params["tokens"]
     if axes := shard.vocabulary_axes:
+        # Each token has its row on one device, and zeros on the others; the sum is the embedding.
         partial = cross_entropy.lookup(table_VxD.astype(dtype), tokens_BxT, axes)
         partial = _with_vectors(config, params, tokens_BxT, partial, axes)
         x_BxTxD = shard.reduce_features(shard.reduce(partial), shard.residual_run)
@@ -481,6 +486,7 @@ def head_loss(
     x = head(config, params, x_BxTxD, shard)
     targets_BxT, weights_BxT = batch.targets, batch.token_weights
     teacher_hidden = batch.teacher_hidden
+    # A device has either its part of the vocabulary for all tokens, or all of it for its tokens.
     if shard.vocabulary:
         x = shard.gather(x)
     else:

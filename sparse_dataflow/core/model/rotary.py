@@ -21,6 +21,8 @@ def rotate(
     T, width = x_BxTxHxK.shape[1], config.rotated(x_BxTxHxK.shape[-1])
     frequency, scale = frequencies(config, int(x_BxTxHxK.shape[-1] * config.rotary_share))
     positions = jnp.arange(T) if positions_BxT is None else positions_BxT
+    # [T, 1, width / 2] or [B, T, 1, width / 2], the same for all heads.  In float32: bfloat16 has
+    # no odd positions above 256.
     angle = (positions[..., None] * frequency)[..., None, :]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     if scale != 1:
@@ -40,6 +42,7 @@ def frequencies(config: ModelConfig, width: int) -> tuple[jax.Array, float]:
     Args:
       width: share of a head's features, before it is rounded up.
     """
+    # base ** (-2 i / width) for the i-th pair of features.
     frequency = config.rotary_base ** (-jnp.arange(0, width, 2) / width)
     kind, factor = config.rotary_scaling, config.rotary_factor
     scale = _attention_scale(config) if "rotary_attention" in USED[kind] else 1.0
@@ -56,6 +59,8 @@ def frequencies(config: ModelConfig, width: int) -> tuple[jax.Array, float]:
             (turns - config.rotary_low) / (config.rotary_high - config.rotary_low), 0, 1
         )
     else:
+        # YaRN (arXiv 2309.00071, section 3.2): frequencies that turn often over the trained length
+        # stay, slow ones are divided by the factor, and a ramp lies between.
         first = max(math.floor(_index(config, width, config.rotary_high)), 0)
         last = min(math.ceil(_index(config, width, config.rotary_low)), width - 1)
         kept = 1 - jnp.clip((jnp.arange(width // 2) - first) / (last - first or 1e-3), 0, 1)
@@ -64,6 +69,7 @@ def frequencies(config: ModelConfig, width: int) -> tuple[jax.Array, float]:
 
 def _index(config, width, turns):
     """Returns the index of the frequency that turns so often over rotary_length tokens."""
+    # Solves length * base ** (-2 i / width) = 2 pi turns for i.
     wavelengths = config.rotary_length / (2 * math.pi * turns)
     return width * math.log(wavelengths) / (2 * math.log(config.rotary_base))
 
@@ -73,5 +79,7 @@ def _attention_scale(config):
     if config.rotary_attention or config.rotary_factor == 1:
         return config.rotary_attention or 1.0
     if config.rotary_scaling == "yarn":
+        # YaRN, section 3.4: queries and keys both have this factor, so scores have its square.
         return 0.1 * math.log(config.rotary_factor) + 1
+    # LongRoPE (arXiv 2402.13753).
     return math.sqrt(1 + math.log(config.rotary_factor) / math.log(config.rotary_length))

@@ -132,8 +132,11 @@ class Shard:
         if self.feature_axis is None:
             return x
         *rows, tokens, features = x.shape
+        # Features of a run on one device.
         length = (run or features * self.equal_rows) // self.equal_rows
         parts = lax.all_gather(x, self.feature_axis, axis=x.ndim - 2, tiled=True)
+        # [..., devices, T, runs, length] -> [..., T, runs, devices, length]: in the whole stream a
+        # run has the parts of all devices.
         parts = parts.reshape(*rows, self.equal_rows, tokens, -1, length)
         return jnp.moveaxis(parts, -4, -2).reshape(*rows, tokens, -1)
 
@@ -210,6 +213,7 @@ class Shard:
         """
         if self.kv_copies == 1:
             return block
+        # Consecutive devices compute the same key/value head.
         heads = lax.axis_size(self.axis) // self.kv_copies
         head = lax.axis_index(self.axis) // self.kv_copies
 

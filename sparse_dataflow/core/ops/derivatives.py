@@ -55,6 +55,8 @@ def differentiable(
         y_tree: Any
         y, saved = forward(options, *operands)
         leaves, tree = jax.tree.flatten(tangents)
+        # Only what is differentiated is an operand of the linear primitive, so no gradient of a
+        # constant is computed.
         moving = [place for place, leaf in enumerate(leaves) if not _is_constant(leaf)]
         if not moving:
             return y, jax.tree.map(zero_from_primal, y)
@@ -63,6 +65,7 @@ def differentiable(
         types = tuple(jax.typeof(leaf) for leaf in y_leaves)
 
         def pull(saved, dy):
+            # One gradient for each operand, a tree or None, becomes one entry for each leaf.
             gradients = backward(options, saved_tree.unflatten(saved), y_tree.unflatten(dy))
             by_operand = zip(tree.children(), gradients, strict=True)
             every = [leaf for each in by_operand for leaf in _leaves_up_to(*each)]
@@ -201,6 +204,7 @@ def _leaves_up_to(tree: Any, gradient: Any) -> list:
 
 
 def _is_constant(tangent):
+    # Tangents of integers have dtype float0.
     return isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
 
 
@@ -236,6 +240,7 @@ def _transpose(dy, *arrays, linear):
     saved, moved = arrays[: linear.saved], arrays[linear.saved :]
     dy = [ad.instantiate_zeros(each) for each in dy]
     gradients = zip(moved, linear.pull(saved, dy), strict=True)
+    # jax marks the operands that are transposed; the others are known numbers.
     moved_gradients = [each if ad.is_undefined_primal(array) else None for array, each in gradients]
     return [None] * len(saved) + moved_gradients
 

@@ -103,6 +103,7 @@ def equally_varying(*operands: object) -> Any:
     axes = frozenset[str]().union(*map(_varying, jax.tree.leaves(operands)))
 
     def vary(leaf):
+        # A cast to "varying" moves no data; its transpose is the sum over these axes.
         missing = tuple(axes - _varying(leaf))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
@@ -126,6 +127,8 @@ def over_auto_axes(function: Callable, x: jax.Array, *others: object) -> jax.Arr
     mesh = aval.sharding.mesh if context.empty else context
     if jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return None
+    # A spec may be shorter than the rank, so it is filled up with None first.  The last axis of the
+    # result has new features, and is replicated.
     result: Any = P(*(*aval.sharding.spec, *(None,) * x.ndim)[: x.ndim - 1], None)
     if context.empty:
         result = NamedSharding(mesh, result)  # Else JAX does not know which axes it makes Auto.

@@ -57,9 +57,12 @@ def init(model: ModelConfig, training: TrainingConfig, params: Any, first_layer:
     def init_leaf(path, leaf):
         axes = weight_axes(model, path)
         stack = leaf.shape[: leaf.ndim - axes]
+        # [axes of the stack, *stack]: for each weight, its index along every axis.
         place = np.indices(stack, np.uint32)
         if path[0].key == "blocks":
+            # Layers are numbered over the model, so a section alone gets the keys of the whole.
             place[0] += np.uint32(starts[group_index_of_path(path)])
+        # Python's own hash of a text differs between processes; a CRC does not.
         name = ".".join(str(key.key) for key in path if hasattr(key, "key"))
         new = functools.partial(init_weight, name=zlib.crc32(name.encode()))
         names = axis_names(training, _weight_shape(axes, leaf))
@@ -190,6 +193,7 @@ def evaluated(model: ModelConfig, training: TrainingConfig, moments: Any, params
     states = next(entry.states for entry in moments if isinstance(entry, WeightStates))
     averages = functools.partial(_averages, model, training)
     leaves = jax.tree.leaves(params)
+    # States in host memory stay there.
     if all(isinstance(leaf, np.ndarray) for leaf in leaves):
         return jax.tree.map(np.asarray, jax.jit(averages)(params, states))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)

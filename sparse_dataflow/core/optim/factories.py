@@ -85,11 +85,13 @@ def _user_optimizer(name, make, rate, decay):
 
     def update(updates, state, params=None, **extra):
         with _in_a_sentence(name):
+            # A new state says which leaves are random keys, and of which kind.
             state = jax.tree.map(_with_key, state, inner.init(params))
             updates, state = inner.update(updates, state, params, **extra)
             jax.tree.map(_refuse_broadcast, updates, params)
             state = jax.tree.map(_key_data, state)
         if not decays:
+            # Decoupled decay, as `optax.add_decayed_weights` before the rate scales it.
             updates = jax.tree.map(lambda u, p: u - rate * decay * p, updates, params)
         return updates, state
 

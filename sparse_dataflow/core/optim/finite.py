@@ -52,6 +52,7 @@ def _flags(leaves: Sequence[Any], by_norm: Sequence[bool]) -> list[bool]:
     on_devices: dict[frozenset, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array) and not _is_on_host(leaf):
+            # Arrays of other devices need a program of their own.
             on_devices.setdefault(frozenset(leaf.sharding.device_set), []).append(i)
         else:
             flags[i] = _is_finite_on_host(leaf, by_norm[i])

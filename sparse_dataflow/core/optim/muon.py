@@ -123,10 +123,13 @@ def orthogonalize(stack: Any) -> Any:
     Newton-Schulz: a matrix of zeros stays zero.
     """
     first, second, third = COEFFICIENTS
+    # x x^T is then the smaller Gram matrix; the transpose is orthogonalised alike.
     tall = stack.shape[-2] > stack.shape[-1]
     x = stack.swapaxes(-1, -2) if tall else stack
+    # The iteration wants singular values of at most 1, which the Frobenius norm bounds.
     x = x / ((x * x).sum((-2, -1), keepdims=True) ** 0.5 + EPS)
     for _ in range(STEPS):
         a = x @ x.swapaxes(-1, -2)
+        # Singular values s become a s + b s^3 + c s^5; singular vectors stay.
         x = first * x + (second * a + third * (a @ a)) @ x
     return x.swapaxes(-1, -2) if tall else x

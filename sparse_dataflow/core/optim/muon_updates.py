@@ -30,6 +30,7 @@ def matrix_updates(
     def whole(tree):
         if mesh is None or not stacked:
             return tree
+        # Matrices are whole; the axes that count them stay sharded as they are.
         batch = (P.UNCONSTRAINED,) * (jax.tree.leaves(tree)[0].ndim - 2)
         return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P(*batch, None, None)))
 

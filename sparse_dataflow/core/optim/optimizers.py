@@ -49,6 +49,7 @@ def learning_rate_schedule(training: "TrainingConfig") -> Callable[[float], floa
         ],
     }
     stops = [warmup, *([plateau] if training.schedule == "wsd" else [])]
+    # Step i of the warm-up has (i + 1) / (warmup + 1) of the peak: the first step learns too.
     rising = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
     schedule = optax.join_schedules([rising, *falls[training.schedule]()], stops)
     return lambda step: float(schedule(step))
@@ -91,6 +92,7 @@ def make_optimizer(
     if not training.is_built_in:
         direction = [_by_weight(model, training)]
     return optax.chain(
+        # Before the moments, in which an outlier would stay for many steps.
         optax.clip_by_global_norm(training.clip),
         *direction,
         optax.GradientTransformationExtraArgs(init, scale),
@@ -158,6 +160,7 @@ def _new_rows_alone(updates, rows, alone):
     def masked(path, update):
         updated = jnp.zeros((), bool)
         if path[-1].key in matrix_leaves.VOCABULARY:
+            # [rows, 1, ...], which broadcasts over all features of a row.
             row = jnp.arange(update.shape[0]).reshape(-1, *[1] * (update.ndim - 1))
             updated = (first <= row) & (row < first + count)
         return jnp.where(updated | ~alone, update, 0)
@@ -205,6 +208,7 @@ def _moments(model, training, mesh):
         widen = lambda tree, like: jax.tree.map(lambda m, g: m.astype(g.dtype), tree, like)  # noqa: E731
         mu, small_gradients = widen(state.mu, gradients), others(gradients)
         small = state._replace(mu=others(mu), nu=widen(state.nu, small_gradients))
+        # Adam counts the updates for Muon too.
         updates, small = adam.update(small_gradients, small, params)
         mu = with_matrices(lambda *x: muon.with_gradient(*x), small.mu, mu, gradients)
 
@@ -317,6 +321,8 @@ def learning_rate_multipliers(
         form = spec.term if is_term else spec.weight
         share = form.read_share(name, spec, sides, has_muon)
         density = spec.density if is_term else share
+        # A power of the density that is 1 for dense weights and `sparse_rate` at
+        # SPARSE_RATE_DENSITY.
         rate = training.sparse_rate ** (math.log(density) / math.log(SPARSE_RATE_DENSITY))
         if spec.turned_dense:
             rate *= TURNED_DENSE_RATE.get(training.optimizer, TURNED_DENSE_RATE["adamw"])

@@ -111,6 +111,7 @@ def _same_form(training, shape, before, steps):
         after = _shapes(training, sizes) if min(sizes, default=1) > 0 else []
         if list(map(len, after)) != list(map(len, before)):
             continue
+        # Sizes that change as the weight's row or column did have its name.
         moves = dict(zip(zip(shape, sizes), WEIGHT_AXES[len(shape)]))
         readings.append(
             tuple(
@@ -127,6 +128,7 @@ def _shapes(training, shape):
 
 def _state_of_equal_columns(training, shape):
     """Returns the state arrays, in numpy, after a gradient whose columns are equal."""
+    # Rows differ and columns do not, so state that is by column is constant.
     gradient = jnp.broadcast_to(1.0 + jnp.arange(shape[0])[:, None], shape)
     optimizer = factories.transformation(training, 1e-3, 0.0)
     _, state = optimizer.update(gradient, optimizer.init(gradient), gradient)

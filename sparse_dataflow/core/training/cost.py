@@ -127,6 +127,7 @@ def flops_per_token(
     for name in config.projections:
         if name == "attn_out":
             width = config.num_heads * config.head_width
+            # Q K^T and A V: for each visible key a product of `width` features.
             forward["attention"] = 2 * 2.0 * layers * visible_keys(config, row) * width
         fan_in, fan_out = config.projection_shape(name)
         spec = config.linear(name)
@@ -135,6 +136,7 @@ def flops_per_token(
         weights += added
         trained[name] = 2.0 * layers * added
         if spec.hadamard:
+            # Each feature meets one row of both Kronecker factors.
             weights += fan_in * sum(factors(spec.hadamard))
         active = config.active_experts if name in MLP else 1
         forward[name] = 2.0 * layers * weights * active
@@ -158,7 +160,9 @@ def visible_keys(config: ModelConfig, sequence: int) -> float:
     under a window; twice as many in both directions."""
     sliding = sum(config.layer_type(i) == SLIDING for i in range(config.num_layers))
     window = min(config.window or sequence, sequence)
+    # Mean over positions of min(position, window): the first ones see fewer keys.
     within = window - window**2 / (2 * sequence)
+    # Layers without a window see half of the sequence in the mean.
     causal = within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
     return causal * (1 + config.bidirectional)
 

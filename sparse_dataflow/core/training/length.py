@@ -32,6 +32,7 @@ class Length:
         ends = [*(start for start, _ in self.revisions), step]
         for (start, total), end in zip(spans, ends, strict=True):
             if min(end, step) > start:
+                # Each revision spreads what is left of the schedule over what is left of its total.
                 share = (min(end, step) - start) / (total - start)
                 position += (self.planned - position) * share
         return min(position, float(self.planned))

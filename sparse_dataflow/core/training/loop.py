@@ -375,8 +375,10 @@ class Trainer:
         limit = min(limits, default=None)
         with self.clock.during("step"):
             start = time.perf_counter()
+            # On the host: the rate is an argument, so no schedule recompiles the step.
             rate = learning_rate_schedule(self.training)(self.length.schedule_step(self.step))
             self.state, report = run_step(self.programs, self.state, batch, rate, limit)
+            # Waits for the step, so that its seconds are those of the device.
             report = jax.device_get(report)
             elapsed = time.perf_counter() - start
         self.clock.record_step(elapsed)
@@ -517,6 +519,7 @@ class Trainer:
           UserError: the last rows or the last checkpoint could not be written.
         """
         with contextlib.ExitStack() as stack:
+            # Run in reverse, each also if another raised: hooks, metrics, checkpoints, programs.
             stack.callback(self._programs[0].close)
             stack.callback(self.checkpoints.wait)
             if "_metrics" in vars(self):
@@ -561,6 +564,8 @@ def advance_side_by_side(trainers: list[Trainer], stop: Callable[[], bool]) -> I
     for trainer in trainers:
         trainer.begin()
     while running := [t for t in trainers if not t.finished]:
+        # Processes agree before each step: one that stopped alone would leave the others waiting in
+        # a collective.  One exchange has all flags.
         stopping, *retries = collectives.any_process(
             bool(stop()), *(t.save_retry_due for t in running)
         )

@@ -221,6 +221,7 @@ def compile_programs(
         shape = dataclasses.replace(
             training, steps=1, learning_rate=1.0, warmup=0.0, warmup_steps=(), seed=0
         )
+        # A teacher has arrays and no hash.
         key = phase.model, phase.runtime_layouts, shape, executor, id(data.teacher)
         if key not in cache:
             cache[key] = _compile(phase, training, data, executor)
@@ -309,6 +310,7 @@ def _with_updates(programs, phase, training, data, evolution, executor):
         )
     state = initial_state(model, training, executor)
     batch = executor.put(data.train.example, data.train.batch_size)
+    # The first update compiles; the second is timed.
     for _ in range(2):
         # Updates get the output state of a step, as in training.
         state, _ = run_step(programs, state, batch, 0.0, no_loss_limit(training))

@@ -109,6 +109,8 @@ def make_train_step(
         rest = without_left_out(state.rest)
         with jax.named_scope("loss_and_gradients"):
             metrics, gradients = executor.loss_and_gradients(model, state.params, rest, batch, how)
+            # The optimizer computes in the masters' float32, whatever dtype gradients were summed
+            # in.
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, state.params)
         with jax.named_scope("optimizer"):
             updates, moments = optimizer.update(
@@ -121,6 +123,7 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
             # An optimizer knows no masks: it may move a weight where the mask has none.
             params = legal(model, params, state.rest)
+        # Before clipping, which is a part of the optimizer.
         squares = group_squares(gradients)
         report = StepReport({**metrics, "gradient_norm": Norm(squares)})
         if training.skip_spikes:

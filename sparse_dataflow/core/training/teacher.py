@@ -68,6 +68,7 @@ class Teacher:
 
         def hidden(params, tokens):
             weights = weights_of(params, layouts)
+            # One after another, so that the activations of one micro-batch are in memory at once.
             parts = tokens.reshape(training.micro_batches, -1, tokens.shape[1])
             states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
             states = states.reshape(len(tokens), *states.shape[2:])

@@ -89,6 +89,7 @@ def update_layouts(
     """
     share_of: Any = share if callable(share) else lambda _: share
     key = jax.random.key_data(jax.random.fold_in(state.key, state.step))
+    # The key is the same on all processes, so numpy draws the same numbers on each.
     seed = np.asarray(jax.device_get(key)).ravel().tolist()
     layouts = stacks.layouts_of(model, state.rest)
     for name, old in layouts.items():
@@ -128,6 +129,8 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
             mask = place.module(state.rest)[MASK]
             norms = jnp.sqrt(spec.weight.scores(kernel, spec))
             if gradient_norms is None:
+                # A stream for each projection and group, so that the order of the loops does not
+                # matter.
                 drawn = jax.random.fold_in(jax.random.fold_in(key, number), place.layers.start)
                 growth = jax.random.uniform(drawn, norms.shape)
             else:
@@ -360,6 +363,7 @@ def _restack(leaves, before, after):
     """Arrays stacked over the layer ranges `before` -> over those of `after`; frees the old."""
     restacked = []
     for layers in after:
+        # The part of each old group that lies in a new one.
         slices = [
             leaf[max(layers.start, old.start) - old.start : layers.stop - old.start]
             for leaf, old in zip(leaves, before, strict=True)
@@ -381,6 +385,7 @@ def _moved_blocks(state, place, old: Sequence[BlockLayout], new: Sequence[BlockL
     its random key is folded with its place.
     """
     sources = np.stack([block_sources(before, after) for before, after in zip(old, new)])
+    # A block that stays, of each layer: counts are those of the run, alike for all blocks.
     any_block = np.maximum(sources.max(axis=1, keepdims=True), 0)
     entries = functools.partial(_gather_blocks, sources=sources)
     from sparse_dataflow.core.optim import by_weight
@@ -427,6 +432,7 @@ def _prune(state, place, old: list[BlockLayout] | None, spec, given=None):
         for layer, layout in enumerate(old):
             norms[layer, layout.rows, layout.cols] = norms_of_stored[layer]
         stored = [layout.mask for layout in old]
+    # Cells of the ring that each cell reads; see `layouts.patterns`.
     degree = round(spec.density * np.gcd(*norms[0].shape))
     new = [largest_blocks(n, spec.block, degree, mask) for n, mask in zip(norms, stored)]
     if old is None:

@@ -92,6 +92,7 @@ class BlockSparse(Weight):
         stack, block = self.values.shape[:-3], layout.block
         grid = jnp.zeros((*stack, *layout.mask.shape, block, block), self.values.dtype)
         grid = grid.at[..., layout.rows, layout.cols, :, :].set(self.values)
+        # [..., in_blocks, out_blocks, b, b] -> [..., in_blocks, b, out_blocks, b].
         return grid.swapaxes(-3, -2).reshape(*stack, layout.in_features, layout.out_features)
 
     @classmethod
@@ -116,6 +117,7 @@ class BlockSparse(Weight):
 
     @classmethod
     def draw(cls, spec, sides, gain, normal, layout=None):
+        # Inputs that an output sums: outputs have the variance of a dense weight's.
         fan_in = sides[0] * layout.density
         shape = (layout.nnz, layout.block, layout.block)
         return {"values": normal(shape, gain / math.sqrt(fan_in))}

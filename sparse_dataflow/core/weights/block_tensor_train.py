@@ -59,6 +59,8 @@ class BlockTensorTrain(Weight):
         rows = x.reshape(-1, in_blocks, first.shape[1])
         inner = jnp.einsum("nib,ibs->ins", rows, first)
         tokens = rows.shape[0]  # May be a symbol, of which `len` makes no number.
+        # [in blocks, tokens, out blocks, rank] -> [out blocks, tokens, in blocks * rank]: the
+        # transposition between the two block-diagonal factors.
         inner = inner.reshape(in_blocks, tokens, out_blocks, -1)
         inner = inner.transpose(2, 1, 0, 3).reshape(out_blocks, tokens, -1)
         return jnp.einsum("ons,osb->nob", inner, second).reshape(*x.shape[:-1], -1)

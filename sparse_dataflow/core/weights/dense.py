@@ -125,6 +125,7 @@ class Quantised(Weight):
             import jax.numpy as xp
         wide = kernel.astype(xp.float32)
         largest = xp.max(xp.abs(wide), axis=-2)
+        # An output of zeros has the scale 1, so nothing is divided by 0.
         scale = xp.where(largest > 0, largest / 127.5, 1).astype(xp.float32)
         numbers = xp.clip(xp.round(wide / scale[..., None, :]), -127, 127)
         return {"kernel": numbers.astype(xp.int8), "kernel_scale": scale}

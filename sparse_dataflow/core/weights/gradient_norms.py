@@ -36,10 +36,12 @@ def _backward(axes, sum_copies, saved, dy):
         (((0,), (0,)), ((), ())),
         preferred_element_type=wide,
     )
+    # Before the norms: the norm of a sum is not the sum of norms.
     if axes:
         gradient = lax.psum(gradient, axes)
     if sum_copies is not None:
         gradient = sum_copies(gradient)
+    # The product y has its own gradient of x; this one adds nothing to it.
     return dy, jnp.zeros_like(x), _block_norms(gradient, norms)
 
 

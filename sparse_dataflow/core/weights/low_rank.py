@@ -75,6 +75,7 @@ class LowRank(Weight):
     def inner_width(cls, spec, sides):
         """Returns the rank at which the factors store `density` times the dense weights, rounded;
         see RANK_MULTIPLE."""
+        # The factors have r (in + out) numbers, which are to be density * in * out.
         rank = spec.density * sides[0] * sides[1] / (sides[0] + sides[1])
         multiple = RANK_MULTIPLE if rank >= 16 * RANK_MULTIPLE else 1
         return max(1, multiple * round(rank / multiple))
@@ -210,6 +211,9 @@ def spectral_bound(stack: Any) -> Any:
       of the smaller Gram matrix, by SQUARINGS squarings.
     """
     across = stack.swapaxes(-1, -2)
+    # The Gram matrix G of the smaller side.  After k squarings the bound is |G^(2^k)|^(1 /
+    # 2^(k+1)); powers are divided by their norms, which the bound multiplies back, so nothing
+    # overflows.
     power = across @ stack if stack.shape[-2] > stack.shape[-1] else stack @ across
     bound: Any = 1.0
     for squaring in range(SQUARINGS + 1):

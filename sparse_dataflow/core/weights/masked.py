@@ -120,6 +120,7 @@ class Masked(Weight):
         """See `Weight`: the mask is drawn too."""
         import jax.numpy as jnp
 
+        # Random scores give a random mask with equally many inputs for each output.
         mask = cls.best(jnp.square(normal(cls.grid(spec, sides), 1.0)), spec)
         kernel = normal(tuple(sides), gain / math.sqrt(sides[0] * spec.density))
         return {"kernel": kernel * mask, "mask": mask}
@@ -232,8 +233,11 @@ class Masked(Weight):
         unit = lambda values: jnp.where(first, values, 0).sum()  # noqa: E731
         loss = losses / jnp.maximum(unit(jnp.sort(losses.ravel())), 1e-30)
         profit = gain * profits / jnp.maximum(unit(-jnp.sort(-profits.ravel())), 1e-30)
+        # [spans, span, outputs]: position k pairs the k-th smallest stored block of an output with
+        # its k-th best absent one.
         pairs = jnp.isfinite(losses) & jnp.isfinite(profits)
         cost = jnp.where(pairs, loss - profit, jnp.inf).ravel()
+        # The `count` pairs of least cost.
         best = jnp.zeros(cost.shape, bool).at[jnp.argsort(cost)].set(first)
         moved = (best & jnp.isfinite(cost)).reshape(shape).sum(1, keepdims=True)
 

@@ -99,6 +99,7 @@ def rows_of(weight: Masked, width: int) -> Rows | None:
     if rows * (width * kernel.itemsize + table.itemsize) >= inputs * width * kernel.itemsize:
         return None
     groups = np.arange(len(stored))[:, None]
+    # [groups, rows, width].
     values = kernel.reshape(inputs, -1, width)[table, groups]
     values[np.arange(rows) >= fan_in[:, None]] = 0
     return Rows(large_pages.placed(values), outputs, large_pages.placed(table))
@@ -118,15 +119,19 @@ def rows_of_blocks(weight: BlockSparse, width: int) -> Rows | None:
     if layout.in_features > 2**16 or columns * most > 1.5 * layout.nnz:
         return None
     # Columns of fewer blocks read the first inputs too, times zeros.
+    # Blocks are sorted by column: the place of each in its column is its number less those before.
     place = np.arange(layout.nnz) - np.repeat(np.cumsum(fan_in) - fan_in, fan_in)
     first = np.zeros((columns, most), np.uint16)
     first[layout.cols, place] = np.asarray(layout.rows) * size
+    # [columns, blocks, features of a block]: the input of each row.
     table = (first[..., None] + np.arange(size, dtype=np.uint16)).reshape(columns, -1)
     if (fan_in == most).all():
         values = blocks
     else:
         values = np.zeros((columns, most, size, size), blocks.dtype)
         values[layout.cols, place] = blocks
+    # [columns, inputs, groups, width] -> [columns, groups, inputs, width]: a block of columns is
+    # several groups, which read the same inputs.
     values = values.reshape(columns, most * size, size // width, width).swapaxes(1, 2)
     return Rows(
         large_pages.placed(values.reshape(-1, most * size, width)),

@@ -90,6 +90,7 @@ def _product_kernel(x_hbm, weight_ref, y_hbm, *refs, grid, sides, rows, transpos
     x = Window(grid, sides[0], False, core, x_hbm, *refs[:2])
     y = Window(grid, sides[1], True, core, y_hbm, *refs[2:])
     start([x], step)
+    # A buffer of results is free when its copies of two steps ago are done.
     x_ref, y_ref = x.at(step), y.reuse(step)
 
     @over_rows(grid.token_tile, rows)
@@ -193,6 +194,7 @@ def _gradient_kernel(x_hbm, dy_hbm, dweight_ref, sum_ref, *refs, grid, sides, ch
         Window(grid, sides[0], False, core, narrow_hbm, rows, arrived), transposed
     )
     wide = Window(grid, sides[1], True, core, wide_hbm, *wide_refs)
+    # The narrow side arrives a step earlier, as it is transposed during the step before its use.
     narrow.advance(step)
     start([wide], step)
     wide_ref = wide.at(step)
@@ -201,6 +203,7 @@ def _gradient_kernel(x_hbm, dy_hbm, dweight_ref, sum_ref, *refs, grid, sides, ch
     @pl.loop(0, chunks)
     def _(c):
         narrow.transpose_next(step, c, chunks)
+        # `multiple_of` tells the compiler that the slice begins at a whole tile.
         columns = pl.ds(pl.multiple_of(c * chunk, chunk), chunk)
         factor = wide_ref[:, columns]
         total = dot(narrow.at(step)[...], factor)

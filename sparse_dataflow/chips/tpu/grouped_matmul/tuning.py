@@ -105,6 +105,8 @@ def product_tiles(
             return None
         rows = even(tile, longest, ROWS)
         buffers = tile * left.width + wide * tile * features + left.width * features
+        # Each buffer twice, as the next is copied while one is in use; then a dot's operand and
+        # results.
         need = 2 * buffers * itemsize + rows * (left.width * itemsize + 2 * features * 4)
         return GroupedProductTiles(tile, features, rows) if need <= budget() else None
 
@@ -153,6 +155,7 @@ def _first_fitting(
     legal = [features for features in divisors(columns.width) if columns.divides(features)]
     tiles_of = lambda features: columns.groups * (columns.width // features)  # noqa: E731
     shared = [features for features in legal if tiles_of(features) % device().num_cores == 0]
+    # Long token tiles first, else any that fit.
     for enough in (ENOUGH_TOKENS, 1):
         for features in (*shared, *legal):
             for tile in token_tiles(tokens, 2048, multiple, enough):

@@ -188,6 +188,7 @@ class Window(NamedTuple):
 
     def _runs(self, step):
         group, number, first = self.grid.place(self.core, step)
+        # Copies must begin at whole tiles of memory; tokens and token tiles are multiples of 16.
         rows = pl.ds(pl.multiple_of(first, 16), self.grid.token_tile)
         tile = self.buffers.shape[2]
         vmem = self.at(step)
@@ -253,6 +254,7 @@ class TransposedWindow(NamedTuple):
         columns = pl.ds(pl.multiple_of(number * LANES, LANES), LANES)
         rows = self.window.at(step)[:, columns]
         token_tile = lax.rem(step, grid.shape[2])
+        # Zeroed once here, instead of in every dot over the tokens.
         self.at(step)[columns, :] = grid.zero_repeated_rows(rows, token_tile).T
 
 

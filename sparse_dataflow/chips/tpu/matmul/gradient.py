@@ -148,11 +148,14 @@ def _kernel(
         row = lax.broadcasted_iota(jnp.int32, array.shape, 0) + i * tiles.tokens
         return jnp.where(row < tokens, array, 0)
 
+    # The matrix unit wants one factor transposed.  The gathered one is transposed once per token
+    # tile, and all lines read it.
     @pl.loop(0, transposed_ref.shape[0] // tile)
     def _(tile_number):
         features = pl.ds(pl.multiple_of(tile_number * tile, tile), tile)
         transposed_ref[features, :] = zero_ragged_rows(gathered_ref[:, features]).T
 
+    # `prepare` writes either dz or a copy with zeroed rows; else the operand is read in place.
     masked_ref = pop_if(ragged and not activated, refs)
     factor_ref = dz_ref if activated else masked_ref if ragged else lined_ref
 
@@ -207,6 +210,7 @@ def _kernel(
                     rows = pl.ds(gathered_block * block, block)
                     columns = pl.ds(line_block * block, block)
                     total = sums_ref[c, chunk * tiles.entries + k, rows, columns]
+                    # Sums have the gathered side first, stored blocks the weight's rows.
                     total = total.T if transposed else total
                     outgoing[buffer, p] = total.astype(outgoing.dtype)
 
@@ -242,6 +246,7 @@ def _kernel(
 
             @pl.loop(0, chunks)
             def _(chunk):
+                # Chunks without stored blocks fill up a line; nothing sends their sums.
                 @pl.when(stored_ref[line_set * total_chunks + lines[0] * chunks + chunk] > 0)
                 def _():
                     add_chunk(lines[0], chunk)

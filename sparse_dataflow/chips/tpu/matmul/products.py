@@ -57,6 +57,8 @@ def line_product(
     # tile of x stays in VMEM while the stored blocks stream past it.
     cores = cores if token_tiles % cores == 0 else 1
     tiles_per_core = token_tiles // cores
+    # (token tile, set of result columns).  The index changes in every step, so Pallas writes
+    # results back while the next ones are computed.
     wide = pl.BlockSpec(
         (tiles.tokens, tiles.lines * tile),
         lambda core, i, step, *_: (core * tiles_per_core + i, step),

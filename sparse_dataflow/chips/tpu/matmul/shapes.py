@@ -55,6 +55,7 @@ def choose_tuning(
       activated: whether an activation follows y.
     """
     info = sizes.device()
+    # Without the fused derivative, whose arrays take VMEM as well, more shapes fit.
     for fuse in (True, False):
         if tiles := _tiles(x, values, lines, activated and fuse):
             break

@@ -49,6 +49,8 @@ def dot(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
 def parameters(vmem_bytes: int) -> pltpu.CompilerParams:
     """Return the compiler parameters of a kernel whose grid starts with the cores."""
     return pltpu.CompilerParams(
+        # Only cores are independent: the other axes run in order, as copies that one step starts
+        # are waited for in a later one.
         dimension_semantics=("parallel", "arbitrary", "arbitrary"),
         vmem_limit_bytes=vmem_bytes,
         disable_bounds_checks=True,
@@ -145,6 +147,7 @@ class Stream(NamedTuple):
 
     def start(self):
         """Start the first copies; call once, before the first line."""
+        # One buffer stays free: the dot of chunk 0 starts the copies into it.
         for number in range(self.shape.ahead - 1):
             self._start(number, 0, self.shape.blocks)
 
@@ -168,10 +171,13 @@ class Stream(NamedTuple):
         """
         shape = self.shape
         rounds = x_ref.shape[0] // rows
+        # Blocks of the upcoming chunk whose copies each dot starts.
         share = pl.cdiv(shape.blocks, rounds)
 
         @pl.loop(0, shape.chunks)
         def _(chunk):
+            # `place` counts in the tables, `number` over all passes as well: the ring goes on from
+            # one token tile to the next.
             place = line * shape.chunks + chunk
             number = pass_number * shape.lines * shape.chunks + place
             # The ring has `ahead` buffers.  So chunk `upcoming` goes to the buffer that the round
@@ -243,6 +249,7 @@ class Stream(NamedTuple):
     def _dot(self, x_ref, rows, weight, number):
         tile = self.shape.tile
         first = self._first_entry(number)
+        # [rows, entries * tile]: the tiles of x that a chunk reads side by side, for one long dot.
         gathered = [
             x_ref[rows, pl.ds(pl.multiple_of(self.index_ref[first + k] * tile, tile), tile)]
             for k in range(self.shape.entries)
@@ -266,6 +273,7 @@ class Stream(NamedTuple):
         stored = self.buffers_ref[lax.rem(number, self.shape.ahead), p]
         if not masked:
             return stored
+        # Where nothing was copied, the buffer has blocks of an earlier chunk.
         slot = self.slot_ref[self._first_entry(number) * self.shape.ratio**2 + p]
         return jnp.where(slot >= 0, stored, 0)
 
@@ -277,6 +285,8 @@ class Stream(NamedTuple):
         def _(k):
             for gathered_block in range(ratio):
                 for line_block in range(ratio):
+                    # Tables have blocks by (gathered side, line side).  The lines of dx are rows of
+                    # the weight.
                     place = (
                         (line_block, gathered_block)
                         if self.shape.transposed
@@ -318,6 +328,7 @@ class Rows(NamedTuple):
     def wait(self, first, i, count):
         """Wait for tile `first + i` of this core's `count` tiles, and start the next copy."""
         if self.buffers_ref.shape[0] == 1:
+            # A single buffer is in use until now, so nothing hides this copy.
             self._copy(first + i, 0, lambda copy: copy.start())
             self._copy(first + i, 0, lambda copy: copy.wait())
             return

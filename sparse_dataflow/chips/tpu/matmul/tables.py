@@ -48,15 +48,18 @@ def tile_tables(index: Table, slot: Table, others: int, ratio: int) -> TileTable
     index, slot = xp.asarray(index, np.int32), xp.asarray(slot, np.int32)
     if ratio == 1:
         return _compact(xp, index, slot)
+    # A tile has `ratio` lines; the last one is filled with lines that store nothing.
     extra = -len(slot) % ratio
     slot = xp.pad(slot, ((0, extra), (0, 0)), constant_values=-1)
     index = xp.pad(index, ((0, extra), (0, 0)))
     tiles = -(-others // ratio)
     grid = (_scatter_concrete if concrete else _scatter_traced)(index, slot, tiles * ratio)
+    # [tile lines, tiles, gathered side, line side].
     grid = grid.reshape(-1, ratio, tiles, ratio).transpose(0, 2, 3, 1)
     used = (grid >= 0).any((2, 3))
     count = used.sum(axis=1)
     if concrete:
+        # Used tiles first; stable, so that they ascend.
         order = np.argsort(~used, axis=1, kind="stable")[:, : max(1, count.max())]
         return _int32(np, count, order, np.take_along_axis(grid, order[..., None, None], axis=1))
     # Comparisons instead of a sort and a scatter, which TPUs run and compile slowly.
@@ -123,6 +126,7 @@ def _scatter_concrete(index, slot, others):
 
 def _scatter_traced(index, slot, others):
     """The same as `_scatter_concrete` for traced tables."""
+    # [lines, others, fan].  Padding matches a place too, and its slot -1 loses the maximum.
     matches = index[:, None] == jnp.arange(others)[:, None]
     return jnp.where(matches, slot[:, None], -1).max(axis=2)
 

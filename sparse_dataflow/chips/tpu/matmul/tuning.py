@@ -204,6 +204,7 @@ def streams(operand: Operand) -> Iterator[StreamTiles]:
     """Yield ways to stream a weight, best first: long dots, 4 chunks in flight."""
     longest = _length(operand, 2560)
     for length in (longest, *(step for step in (1024, 512, 256, LANES) if step < longest)):
+        # Equal chunks: the last one is not padded more than need be.
         entries = even(operand.entries, max(1, length // operand.tile))
         for ahead in (4, 2):
             yield StreamTiles(entries, ahead)

@@ -29,14 +29,18 @@ def plain_attention(
     """
     wide = jnp.promote_types(query.dtype, jnp.float32)
     group = query.shape[2] // key.shape[2]
+    # `repeat`, not `tile`: query head h reads key head h // group.
     key, value = (jnp.repeat(array, group, axis=2) for array in (key, value))
     scores = jnp.einsum("bthk,bshk->bhts", query, key, preferred_element_type=wide)
     seen = jnp.tri(query.shape[1], dtype=bool)
     if window:
+        # tri(k=-window) has the keys that are `window` or more tokens before the query.
         seen &= ~jnp.tri(query.shape[1], k=-window, dtype=bool)
     if bidirectional:
+        # A window is as long on both sides, so the transpose has the keys after each query.
         seen |= seen.T
     if documents is not None:
+        # [batch, 1, queries, keys], the same for all heads.
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     scores /= math.sqrt(query.shape[-1])
     if cap:

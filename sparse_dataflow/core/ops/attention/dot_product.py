@@ -65,8 +65,10 @@ def visible(queries: Tokens, keys: Tokens, sight: Sight = CAUSAL) -> jax.Array:
       keys: of S keys; both have documents, or neither.
       sight: of the queries.
     """
+    # [queries, keys].  Padding keys lie after all tokens: causal queries have a negative distance.
     distance = queries.positions[:, None] - keys.positions
     if sight.bidirectional:
+        # Queries that see both sides would see padding keys as well.
         distance = jnp.where(keys.positions < _PADDING, jnp.abs(distance), -1)
     seen = distance >= 0
     if sight.window:
@@ -101,6 +103,7 @@ def chunked_attention(
       [batch, T, heads, head_dim] in query's dtype; the softmax runs in float32 or wider.
     """
     batch, length, _, width = query.shape
+    # [batch, T, kv heads, queries of each, head_dim]: keys are shared and never repeated.
     grouped = query.reshape(batch, length, key.shape[2], -1, width)
     operands = _chunks(grouped), *map(_chunks, (key, value)), _marks(queries), _marks(keys)
     result = _attend(sight, cap, *operands)
@@ -156,10 +159,13 @@ def _forward(sight, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, quer
                 # are cut off.
                 new = jnp.maximum(largest, scores.max(-1))
                 shrink, weights = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
+                # Weights are rounded for the matrix units alone; their sum stays in float32.
                 added = _product("bngts,bsnk->bngtk", weights.astype(v.dtype), v)
                 weighted = weighted * shrink[..., None] + added
                 return new, total * shrink + weights.sum(-1), weighted
 
+            # At run time: chunks after a causal query, outside of its window or of other documents
+            # cost no product.
             return lax.cond(seen.any(), add, lambda *carry: carry, *carry), None
 
         start = (
@@ -167,10 +173,15 @@ def _forward(sight, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, quer
             jnp.zeros((B, N, G, T), wide),
             jnp.zeros((B, N, G, T, K), wide),
         )
+        # The carry is the largest score so far, and the sums of weights and of weighted values
+        # relative to it (arXiv 1805.02867).
         chunks = key_CxBxSxNxK, value_CxBxSxNxK, keys
         (largest, total, weighted), _ = lax.scan(attend_keys, start, chunks)
         total = jnp.where(total == 0, 1, total)  # Padding may see nothing.
+        # [B, N, G, T, K] -> [B, T, N, G, K].
         result = jnp.moveaxis(weighted / total[..., None], 3, 1)
+        # The second is the logarithm of the softmax's denominator.  exp(score - it) is a weight, so
+        # the backward pass needs no second online softmax.
         return result.astype(q.dtype), largest + jnp.log(total)
 
     outputs = lax.map(attend_queries, (query_CxBxTxNxGxK, queries))
@@ -199,6 +210,7 @@ def _backward(sight, cap, residuals, gradient_CxBxTxNxGxK):
             def gradients():
                 scores, slope = _scores(q, k, seen, cap)
                 weights = jnp.exp(scores - log_sum[..., None])
+                # dS = P (dP - mean) (arXiv 2205.14135), times the slope of the scale and the cap.
                 ds = weights * (_product("btngk,bsnk->bngts", dy, v) - mean[..., None]) * slope
                 weights, ds = weights.astype(q.dtype), ds.astype(q.dtype)
                 return (
@@ -219,6 +231,7 @@ def _backward(sight, cap, residuals, gradient_CxBxTxNxGxK):
         (dq, dk, dv), _ = lax.scan(add_queries, (dq, *zeros), chunks)
         return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
 
+    # dq of all chunks is carried: each chunk of keys adds to every chunk of queries.
     start = jnp.zeros(query_CxBxTxNxGxK.shape, wide)
     dq, (dk, dv) = lax.scan(key_gradients, start, (key_CxBxSxNxK, value_CxBxSxNxK, keys))
     return dq.astype(query_CxBxTxNxGxK.dtype), dk, dv, None, None
@@ -233,6 +246,7 @@ def _scores(q_BxTxNxGxK, k_BxSxNxK, seen, cap):
     scores = _product("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxSxNxK) * scale
     slope = jnp.full((), scale, scores.dtype)
     if cap:
+        # d/ds of cap tanh(s / cap) is 1 - tanh^2.
         turned = jnp.tanh(scores / cap)
         scores, slope = cap * turned, scale * (1 - turned**2)
     return jnp.where(seen[:, :, None], scores, _HIDDEN), slope
@@ -291,6 +305,7 @@ def cudnn_attention(
         value,
         mask=mask,
         is_causal=not bidirectional,
+        # jax does not count the query itself: a window of w tokens is w - 1 to its left.
         local_window_size=(window - 1, bidirectional * (window - 1)) if window else None,
         implementation="cudnn",
     )
@@ -312,6 +327,7 @@ def masked_attention(
       [batch, queries, heads, head_dim] in query's dtype.
     """
     if not cap:
+        # `jax.nn` wants a mask of rank 4.
         mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
     wide = jnp.promote_types(query.dtype, jnp.float32)
@@ -320,6 +336,7 @@ def masked_attention(
     grouped = query.reshape(batch, tokens, key.shape[2], -1, width)
     scores = jnp.einsum("btngk,bsnk->bngts", grouped, key, preferred_element_type=wide)
     scores = scores.reshape(batch, heads, tokens, -1) / math.sqrt(width)
+    # Finite: of a query that sees no key, -inf would make the softmax NaN.
     scores = jnp.where(mask, cap * jnp.tanh(scores / cap), jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
     weights = weights.reshape(batch, key.shape[2], -1, *scores.shape[2:])
@@ -348,6 +365,7 @@ def cudnn_refusal(
         return cudnn_attention(query, key, key, window, documents, bidirectional)
 
     try:
+        # Tracing runs the checks of jax itself; nothing is compiled.
         jax.eval_shape(attend, *operands, marks)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         return str(error).strip().rstrip(".") + "."

@@ -58,6 +58,7 @@ def _cut(layout, shards, fan, by_column):
             f"{total} {name} blocks cannot be split into {shards} shards; legal: {legal}."
         )
     local_blocks = total // shards
+    # A shard has consecutive blocks of the sharded side, as a mesh cuts an array.
     shard_of_block, local = np.divmod(side, local_blocks)
     stored = np.bincount(shard_of_block, minlength=shards)
     if np.ptp(stored):
@@ -68,6 +69,8 @@ def _cut(layout, shards, fan, by_column):
     rows, cols = (layout.rows, local) if by_column else (local, layout.cols)
     grid = (layout.in_blocks, local_blocks) if by_column else (local_blocks, layout.out_blocks)
     max_fan_out = None if by_column else layout.max_fan_out
+    # Ascending indices of slots: the blocks of a shard stay in canonical order, as a layout wants
+    # them.
     members = [np.flatnonzero(shard_of_block == shard) for shard in range(shards)]
     shard_layouts = tuple(
         BlockLayout(layout.block, *grid, rows[at], cols[at], max_fan_out) for at in members

@@ -11,10 +11,14 @@ def to_dense(values: jax.Array, tables: LayoutTables) -> jax.Array:
     in_blocks, out_blocks = tables.out_index.shape[0], tables.in_index.shape[0]
     block = values.shape[-1]
     slots = jnp.asarray(tables.in_slot)
+    # A padding slot of -1 would read the last block.
     stored = jnp.where((slots >= 0)[..., None, None], values[slots], 0)
     cols = jnp.broadcast_to(jnp.arange(out_blocks)[:, None], slots.shape)
     grid = jnp.zeros((in_blocks, out_blocks, block, block), values.dtype)
+    # `add`, not `set`: the zeros of padding must not overwrite a block at the index that padding
+    # has.
     grid = grid.at[jnp.asarray(tables.in_index), cols].add(stored)
+    # [in_blocks, out_blocks, block, block] -> [in_blocks, block, out_blocks, block].
     return grid.transpose(0, 2, 1, 3).reshape(in_blocks * block, out_blocks * block)
 
 

@@ -54,6 +54,7 @@ def differentiable(product: Callable, gradients: Callable) -> Callable:
         if bias is None:
             dbias = None
         else:
+            # A sum over all tokens, which 16 bits would lose; see `derivatives`.
             dbias = jnp.sum(dz, axis=0, dtype=jnp.float32) if dbias is None else dbias
             dbias = dbias.reshape(bias.shape).astype(bias.dtype)
         return dx, dvalues, dbias, None

@@ -82,6 +82,7 @@ def among_outputs(y: jax.Array, tables: LayoutTables, groups: Groups, block: int
     if groups.out_parts == groups.count:
         return y
     parts = split(y, groups.count, groups.out_run * block)
+    # Found as in `own_inputs`: output parts of the first group begin with this run.
     first = tables.out_index[0, 0] // groups.out_run
     shape = (*parts.shape[:2], groups.out_parts, parts.shape[3])
     everywhere = lax.dynamic_update_slice_in_dim(jnp.zeros(shape, y.dtype), parts, first, axis=2)
@@ -126,6 +127,7 @@ def _value(options, x, weight):
     out_run, precision = options
     count, _, outputs = weight.shape
     value, _ = _types(precision)
+    # [groups, outer, run, outputs]: the inputs of a group ascend as (outer, run), as in x.
     by_input = weight.reshape(count, x.shape[1], x.shape[3], outputs)
     y = _dot(x, by_input, ((1, 3), (1, 2)), (2, 0), (value, value))
     # A dot has its batch axis first, and the outputs of a group ascend as (outer, run).  With the
@@ -138,7 +140,10 @@ def _backward(options, saved, dy):
     value, gradient = _types(precision)
     split = weight.reshape(*weight.shape[:2], dy.shape[1], out_run)
     dx = _dot(dy, split, ((1, 3), (2, 3)), (2, 0), (gradient, value))
+    # [groups, tokens, inputs] -> [tokens, outer, groups, run], the axes of x.
     dx = dx.reshape(len(weight), x.shape[0], x.shape[1], x.shape[3]).transpose(1, 2, 0, 3)
+    # Over tokens: [groups, outer, run, outer of outputs, run of outputs], which are the inputs and
+    # the outputs of the weight in order.
     dweight = _dot(x, dy, ((0,), (0,)), (2, 2), (value, gradient))
     return dx, dweight.reshape(weight.shape).astype(weight.dtype)
 

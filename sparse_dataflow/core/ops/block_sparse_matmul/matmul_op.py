@@ -204,6 +204,7 @@ def _choose(x, values, tables, static_layout):
         names = ["grouped"] if dispatch.on(platforms.LIBRARY_GROUPS) else [*names, "grouped"]
     if dispatch.on(platforms.STATIC_LAYOUTS) and static_layout and not few_rows:
         sides = xla_static.column_groups(static_layout), xla_static.row_groups(static_layout)
+        # A layout of many different supports would compile as many dots.
         supports = sum(map(len, sides))
         if supports <= MAX_STATIC_GROUPS:
             return OP.choose(["xla_static"], x, values, static_layout)

@@ -32,6 +32,7 @@ def _value(tuning, x, values, tables):
     if dispatch.at_most(x.shape[0], xla_few_rows.FEW_ROWS):
         return xla_few_rows.product(x, values, tables)
     weight = _values_by_line(values, tables.in_slot)
+    # [out_blocks, fan_in * block, block]: the stored blocks of an output block below one another.
     weight = weight.reshape(len(weight), -1, weight.shape[-1])
     stored = _stored(values, tables.in_slot)
     return _product(x, tables.in_index, stored, weight, tuning and tuning.forward)
@@ -40,6 +41,7 @@ def _value(tuning, x, values, tables):
 def _backward(tuning, saved, dy):
     x, values, tables = saved
     block = values.shape[-1]
+    # dx = dy W^T: the lines are input blocks, and each stored block is transposed.
     weight = _values_by_line(values, tables.out_slot).swapaxes(2, 3)
     weight = weight.reshape(len(weight), -1, block)
     stored = _stored(values, tables.out_slot)
@@ -49,6 +51,8 @@ def _backward(tuning, saved, dy):
         # Transpose dy: contracting a left side's major axis is slow on a CPU.
         dy_blocks = _wide_on_cpu(_blocks(dy, block)).transpose(1, 2, 0)
         x_blocks = _wide_on_cpu(_gather(x, tables.in_index, block))
+        # [out_blocks, block, tokens] times [tokens, out_blocks, fan_in * block], batched by output
+        # block.
         return _batched_dot(dy_blocks, x_blocks, (2, 0), (0, 1))
 
     dw = _over_tiles(tile, tuning and tuning.weight_gradient, dy, x, summed=True)
@@ -87,6 +91,7 @@ def _product(x, index, stored, weight, tiles):
 
     def tile(x):
         y = _batched_dot(_gather(x, index, block, stored), weight, (2, 1), (1, 0))
+        # A batched dot has its batch axis first: [lines, tokens, block] -> [tokens, lines, block].
         return y.astype(x.dtype).swapaxes(0, 1).reshape(x.shape[0], len(weight) * block)
 
     return _over_tiles(tile, tiles, x)
@@ -136,6 +141,7 @@ def _over_tiles(function, tiles, *arrays, summed=False):
     if tiles is None:  # Tokens are a symbolic dimension of `jax.export`.
         return function(*arrays)
     tile = tiles.tokens
+    # A single whole tile needs no loop.
     whole = tokens // tile
     results = []
     if whole > 1:

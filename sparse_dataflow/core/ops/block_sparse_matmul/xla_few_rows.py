@@ -28,6 +28,8 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
     slots, index = tables.in_slot, tables.in_index
     if padded := slots.size != len(values):
         # One matrix per stored block; its partial products are summed below.
+        # Input block of each stored block.  Padding, slot -1, writes to the extra last place, which
+        # is cut off.
         index = jnp.zeros(len(values) + 1, jnp.int32).at[slots].set(index)[:-1, None]
     lines, inputs = len(index), index.shape[1] * block
     gathered = x.reshape(rows, x.shape[1] // block, block)[:, index.reshape(-1)]
@@ -40,6 +42,7 @@ def product(x: jax.Array, values: jax.Array, tables: LayoutTables) -> jax.Array:
 def _grouped_product(x, values, groups):
     """Compute `product` of a layout of whole groups; moves of x are part of its kernels."""
     rows, block, run = x.shape[0], values.shape[-1], groups.in_run * values.shape[-1]
+    # [rows, groups, outer, run]: the inputs of a group side by side, ascending.
     by_group = x.reshape(rows, -1, groups.count, run).swapaxes(1, 2)
     inputs = by_group.shape[2] * run
     # Lines are ordered (outer, group, run).

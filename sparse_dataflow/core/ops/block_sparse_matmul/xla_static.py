@@ -50,6 +50,7 @@ def _product(x, values, layout, transposed):
             x_of_group = take(x, support, layout.block)
             y = dot(x_of_group, weight, 1, 1 if transposed else 0).astype(x.dtype)
         else:
+            # A block without any stored block still has its columns in the result.
             y = jnp.zeros((x.shape[0], len(lines) * layout.block), x.dtype)
         pieces.append((lines, y))
     return assemble(pieces, layout.block)
@@ -57,6 +58,7 @@ def _product(x, values, layout, transposed):
 
 def _backward(layout, saved, dy):
     x, values = saved
+    # Else XLA makes the transposed copy of x in the forward pass already, and keeps it.
     x, dy = derivatives.again(x, dy)
     dx = _product(dy, values, layout, transposed=True)
     gradient = weight_gradient(x, layout.block)
@@ -86,6 +88,7 @@ def row_groups(layout: BlockLayout) -> list[tuple[tuple[int, ...], tuple[int, ..
 def _groups(lines):
     groups: dict[tuple[int, ...], list[int]] = {}
     for number, line in enumerate(lines):
+        # Groups come in the order of their first members, which ascend.
         groups.setdefault(tuple(np.flatnonzero(line).tolist()), []).append(number)
     return [(support, tuple(members)) for support, members in groups.items()]
 
@@ -105,6 +108,7 @@ def stored_gradient(
     stored, slots = [], []
     for rows, cols, dw in groups:
         grid = dw.reshape(len(rows), layout.block, len(cols), layout.block)
+        # [rows, block, cols, block] -> [rows, cols, block, block], as blocks are stored.
         stored.append(grid.swapaxes(1, 2).reshape(-1, layout.block, layout.block))
         slots.append(layout.slots[np.ix_(rows, cols)].reshape(-1))
     # The groups store every slot once, so sorting their slots gives the inverse permutation, at
@@ -116,6 +120,7 @@ def take(x: jax.Array, blocks: tuple[int, ...], block: int) -> jax.Array:
     """Gather these blocks' columns of x [rows, features]: one slice where they lie at a stride."""
     if stride := _stride(blocks, x.shape[1] // block):
         count, start, stop = stride
+        # [rows, count, features of a part]: one slice has the run of every part.
         parts = x.reshape(x.shape[0], count, x.shape[1] // count)[
             :, :, start * block : stop * block
         ]
@@ -149,11 +154,15 @@ def assemble(pieces: list[tuple[tuple[int, ...], jax.Array]], block: int) -> jax
     if len({stride and stride[0] for stride in strides}) == 1 and strides[0]:
         count = strides[0][0]
         ordered = sorted(pieces, key=lambda piece: piece[0])
+        # All pieces have runs at one stride.  As [rows, count, run] they are neighbours along the
+        # last axis, so one concatenation orders all runs.
         parts = [y.reshape(y.shape[0], count, y.shape[1] // count) for _, y in ordered]
         return jnp.concatenate(parts, axis=2).reshape(parts[0].shape[0], total * block)
     runs = []
     for blocks, columns in pieces:
         offset = 0
+        # Else each run of consecutive blocks is cut out, and all are joined in the order of their
+        # blocks.
         for start, stop in _runs(blocks):
             width = (stop - start) * block
             runs.append((start, lax.slice_in_dim(columns, offset, offset + width, axis=1)))

@@ -12,6 +12,7 @@ def run_cached_attention(
     q, k, v, keys, values, positions_BxT, window: int, cap: float, has_room: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `cached_attention`."""
+    # [B, T, S]: how many places each place of the cache is before a new token.
     distance = positions_BxT[..., None] - jnp.arange(keys.shape[2])
     visible = distance >= 0
     if window:
@@ -32,5 +33,7 @@ def run_cached_attention(
     if dispatch.on(platforms.REORDERED_LOOPS):
         # Else XLA turns the caches for the loop over tokens, before it and after.
         keys, values = (with_layout_constraint(a, Layout((0, 1, 2, 3))) for a in (keys, values))
+    # [B, N, S, K] -> [B, S, N, K].  A head's keys are together in the cache; attention takes the
+    # heads after the tokens.
     k, v = (array.swapaxes(1, 2) for array in (keys, values))
     return masked_attention(q, k, v, visible[:, None], cap), keys, values

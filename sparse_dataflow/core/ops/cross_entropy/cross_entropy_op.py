@@ -38,6 +38,8 @@ def lookup(table: jax.Array, tokens: jax.Array, axis: Axis) -> jax.Array:
       [*tokens.shape, d_model].
     """
     rows = local_rows(tokens, len(table), axis)
+    # Clipped rows keep the gather, and the scatter of its gradient, in bounds.  What they read is
+    # masked, so their gradient is zero.
     is_local = (rows >= 0) & (rows < len(table))
     embedded = derivatives.lookup(table, jnp.clip(rows, 0, len(table) - 1))
     return jnp.where(is_local[..., None], embedded, 0)
@@ -59,6 +61,7 @@ def mask_padding(logits: jax.Array, size: int | None, axis: Axis | None) -> jax.
     local_vocab = logits.shape[1]
     if size is None or local_vocab * (1 if axis is None else lax.axis_size(axis)) <= size:
         return logits
+    # Ids count over all devices: only the last devices have padding.
     first = 0 if axis is None else lax.axis_index(axis) * local_vocab
     return jnp.where(first + jnp.arange(local_vocab) < size, logits, -jnp.inf)
 
@@ -67,6 +70,8 @@ def logsumexp(logits: jax.Array, axis: Axis | None) -> jax.Array:
     """Reduce over the whole vocabulary: float [tokens, vocab / devices] -> [tokens]."""
     if axis is None:
         return jax.nn.logsumexp(logits, axis=1)
+    # The result does not depend on `top`, which only keeps exp in range.  So its gradient is zero,
+    # and pmax, which has no derivative, is not differentiated.
     top = lax.stop_gradient(largest_logit(logits, axis))
     return jnp.log(lax.psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=1), axis)) + top
 
@@ -114,6 +119,7 @@ def token_scores(
 
     def chunk(x, targets):
         logits = capped(logits_of(x, embedding), cap)
+        # After the cap, which would turn -inf into the finite logit -cap.
         logits = mask_padding(logits, size, axis)
         rows = local_rows(targets, len(embedding), axis)
         target = logits_at(logits, rows, axis)
@@ -149,6 +155,7 @@ def _value(options, x, embedding, targets, weights):
 
 
 def _share(total, axis):
+    # Every device has the whole sum already, and callers sum the shares of the devices.
     return total if axis is None else total / lax.axis_size(axis)
 
 
@@ -163,6 +170,7 @@ def _forward(options, x, embedding, targets, weights):
         loss = jnp.sum((lse - logits_at(logits, rows, axis)) * weights)
         # A target of another device has a row outside of this range, and hits nothing here.
         hit = jnp.arange(len(embedding)) == rows[:, None]
+        # Softmax less one-hot: the gradient of logsumexp(logits) - logits[target].
         dlogits = (jnp.exp(logits - lse[:, None]) - hit) * weights[:, None]
         # The slope of the cap, from the logits before padding is masked.  With a logit of -inf, the
         # gradient of a padding row would be 0 * -inf = NaN.
@@ -196,10 +204,13 @@ def loss_and_gradients(
     def step(total, arrays):
         loss, dembedding = total
         chunk_loss, dlogits = chunk(*arrays)
+        # Both products get operands of the compute dtype; with float32 ones they would miss the
+        # fast matrix units.  The sum over chunks stays in float32.
         dlogits = dlogits.astype(x.dtype)
         dembedding += matrix_product.dot(dlogits, arrays[0], 0, 0)
         return (loss + chunk_loss, dembedding), jnp.matmul(dlogits, embedding)
 
+    # A scan needs the dtype of the sum from the start, and weights may be wider than losses.
     zero = jnp.zeros((), jnp.promote_types(dtype, weights.dtype))
     total = zero, jnp.zeros(embedding.shape, dtype)
     arrays = x, targets, weights, *more
@@ -242,6 +253,7 @@ def over_chunks(
     max_unrolled = UNROLL_CHUNKS if cached else 1
     results_by_chunk, start = [], 0
     if chunks > max_unrolled:
+        # The scan takes whole chunks, [chunks, chunk, ...]; the loop below the shorter last one.
         start = chunks * chunk
         stacked = tuple(a[:start].reshape(chunks, chunk, *a.shape[1:]) for a in arrays)
         carry, results = lax.scan(step, carry, stacked)
@@ -331,6 +343,8 @@ def _distil(options, x, embedding, targets, weights, teacher):
         rows = local_rows(targets, len(embedding), axis)
         hard = jax.nn.one_hot(rows, len(embedding), dtype=soft.dtype)
         probabilities = (1 - teacher.weight) * hard + soft
+        # (1 - w) * loss + w * KL, with teacher t and student s, is the sum over the vocabulary of w
+        # t log t - ((1 - w) onehot + w t) log s.  Rows of other devices have a one-hot of zeros.
         losses = jnp.sum(soft * log_teacher - probabilities * log_student, axis=1)
         # The probabilities of a token add up to 1.
         dlogits = (jnp.exp(log_student) - probabilities) * weights[:, None]

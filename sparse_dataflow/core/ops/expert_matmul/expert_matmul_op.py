@@ -31,6 +31,8 @@ def ragged(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -
     rows, parts, inputs = x_SxGxD.shape
     experts, _, _, outputs = weights_ExGxDxF.shape
     # The rows of a part follow those of all tiles of the part before.
+    # A tile without an expert counts to the last one, as sizes must add up to all rows.  Its
+    # products are not read.
     tiles_T = jnp.minimum(tiles_T, experts - 1)
     sizes = jnp.bincount(tiles_T, length=experts) * (rows // len(tiles_T))
     y = lax.ragged_dot(

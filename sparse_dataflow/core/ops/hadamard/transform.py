@@ -25,6 +25,8 @@ def hadamard(x: jax.Array, width: int) -> jax.Array:
     outer, inner = factors(width)
     signs = lambda size: jnp.asarray(scipy.linalg.hadamard(size), x.dtype)  # noqa: E731
     groups = x.reshape(-1, outer, inner)
+    # H of a * b is the Kronecker product of H of a and H of b.  So two products with small matrices
+    # cost width * (a + b) instead of width^2.
     mixed = jnp.einsum("gab,bc->gac", groups, signs(inner))
     mixed = jnp.einsum("gac,ad->gdc", mixed, signs(outer))
     return (mixed * width**-0.5).reshape(x.shape)

@@ -29,6 +29,7 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
             y += scales[i] * lax.dynamic_index_in_dim(kernel, rows[i], keepdims=False).astype(wide)
         return y
 
+    # The number of rounds is data, so the loop ends with the last nonzero input.
     rounds = (count + ROWS - 1) // ROWS
     y = lax.fori_loop(0, rounds, add_rows, jnp.zeros(kernel.shape[1], wide))
     return y[None].astype(x.dtype)

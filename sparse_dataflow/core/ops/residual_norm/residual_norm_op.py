@@ -55,6 +55,7 @@ def _normalised(norm, x, scale, shift):
     wide = x.astype(derivatives.wide(x.dtype))
     if norm.centred:
         wide -= wide.mean(-1, keepdims=True)
+    # Of a layernorm, `wide` is centred by now; an rmsnorm does not subtract the mean.
     variance = jnp.square(wide).mean(-1, keepdims=True)
     result = wide * lax.rsqrt(variance + norm.epsilon) * scale
     return (result if shift is None else result + shift).astype(x.dtype)

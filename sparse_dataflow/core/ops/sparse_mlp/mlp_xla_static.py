@@ -50,7 +50,10 @@ def chain(layout_in: BlockLayout, layout_out: BlockLayout) -> Chain:
     """Return the groups that are MLPs by themselves; none unless all blocks belong to one."""
     outputs = {rows: cols for rows, cols in xla_static.column_groups(layout_out)}
     groups = [(*group, outputs.get(group[1], ())) for group in xla_static.column_groups(layout_in)]
+    # All groups of W_in have readers, and W_out has no other groups.
     whole = all(rows and outs for rows, _, outs in groups) and len(groups) == len(outputs)
+    # Every input block is read by exactly one group, so the dx of groups are put together, not
+    # added.
     inputs = sorted(block for rows, _, _ in groups for block in rows)
     return tuple(groups) if whole and inputs == list(range(layout_in.in_blocks)) else ()
 
@@ -101,6 +104,7 @@ def _backward(options, saved, dy):
         weight_in, weight_out, *gate = _group_weights(layouts, values, (rows, hidden, outs))
         dy_group = xla_static.take(dy, outs, layout_in.block)
         activated, pull = jax.vjp(functools.partial(_hidden, activation), *map(_wide, before))
+        # Gradients of the activation's inputs, in float32 up to the sum of the bias.
         dwide = pull(dot(dy_group, weight_out, 1, 1))
         if bias is not None:
             dbiases.append((hidden, dwide[0].sum(0, keepdims=True)))
