@@ -5,8 +5,8 @@ from pathlib import Path
 
 import sparse_dataflow
 
-MOST_ANY = 8.6
-"""Uses of `Any` in 1,000 lines of code.  This limit only falls; its goal is 6."""
+MOST_ANY = 4.4
+"""Uses of `Any` in 1,000 lines of code.  This limit only falls."""
 
 
 def test_any_does_not_become_more_frequent():

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from sparse_dataflow.core.executors import sharding
+from sparse_dataflow.core.ops.dispatch import Shaped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Row:
     bytes: int
 
 
-def row(group: str, name: str, leaf: Any) -> Row:
+def row(group: str, name: str, leaf: Shaped) -> Row:
     """Returns the row of a concrete or abstract array; one chip has all without a sharding."""
     placement = getattr(leaf, "sharding", None)
     shape: tuple[int, ...] = leaf.shape

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+Array = jax.Array | np.ndarray
+"""An array on devices or on the host."""
+
 _ROWS = ("tokens", "targets", "token_weights", "documents", "real", "teacher_hidden")
 """Fields of which each row has its own."""
 
@@ -39,15 +42,15 @@ class Batch:
     tokens: Any = None
     targets: Any = None
     token_weights: Any = None
-    documents: Any = None
-    positions: Any = None
-    real: Any = None
+    documents: Array | None = None
+    positions: jax.Array | None = None
+    real: Array | None = None
     routed: Any = None
-    teacher_hidden: Any = None
-    teacher: tuple[Any, Any] | None = None
+    teacher_hidden: jax.Array | None = None
+    teacher: tuple[jax.Array, jax.Array] | None = None
 
     @classmethod
-    def from_windows(cls, windows: Any, token_weights: Any = None) -> "Batch":
+    def from_windows(cls, windows: Array, token_weights: Array | None = None) -> "Batch":
         """Returns the batch of int32 [..., T + 1] tokens, of which each predicts the next one."""
         return cls(windows[..., :-1], windows[..., 1:], token_weights)
 

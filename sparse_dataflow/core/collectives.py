@@ -8,7 +8,7 @@ import json
 import platform
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,8 @@ from jax.experimental import multihost_utils
 
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+
+T = TypeVar("T")
 
 
 def is_first() -> bool:
@@ -55,7 +57,7 @@ def newest(records: np.ndarray) -> np.ndarray:
     return np.take_along_axis(process_records, owner, axis=0)[0]
 
 
-def broadcast(value: object) -> Any:
+def broadcast(value: T) -> T:
     """Returns process 0's JSON-able value on every process."""
     if jax.process_count() == 1:
         return value
@@ -66,7 +68,7 @@ def broadcast(value: object) -> Any:
     return json_files.parse(np.asarray(multihost_utils.broadcast_one_to_all(buffer)).tobytes())
 
 
-def broadcast_arrays(tree: object) -> Any:
+def broadcast_arrays(tree: T) -> T:
     """Returns process 0's numpy arrays on every process; their shapes are equal on all."""
     if jax.process_count() == 1:
         return tree
@@ -128,7 +130,7 @@ def first_message(message: object | None) -> str | None:
     return None
 
 
-def to_host(tree: object) -> Any:
+def to_host(tree: T) -> T:
     """Returns the leaves as numpy arrays, gathering those that are spread over processes."""
 
     def fetch(leaf):

@@ -70,7 +70,7 @@ def _kind(cls: type[T]) -> type[T]:
 class Sum(Metric):
     """A sum."""
 
-    total: Any
+    total: jax.Array
 
     def number(self) -> float:
         return float(np.sum(self.total))
@@ -80,8 +80,8 @@ class Sum(Metric):
 class Mean(Metric):
     """A mean: the sum of the values, and their number or weight; 0 of no values."""
 
-    total: Any
-    count: Any
+    total: jax.Array
+    count: jax.Array
 
     def number(self) -> float:
         return float(_divided(np.sum(self.total), np.sum(self.count)))
@@ -93,7 +93,7 @@ class Max(Metric):
 
     reduction: ClassVar[Reduction] = LARGEST
 
-    largest: Any
+    largest: jax.Array
 
     def number(self) -> float:
         return float(np.max(self.largest))
@@ -103,7 +103,7 @@ class Max(Metric):
 class Norm(Metric):
     """A Euclidean norm: {part: sum of squares}."""
 
-    squares: Any
+    squares: Mapping[str, Any]
 
     def number(self) -> float:
         return math.sqrt(math.fsum(float(np.sum(square)) for square in self.squares.values()))
@@ -116,7 +116,7 @@ class Norm(Metric):
 class Load(Metric):
     """How evenly choices are spread: [..., experts], number of choices of each expert."""
 
-    choices: Any
+    choices: jax.Array
 
     def number(self) -> float:
         return float(np.max(self.shares())) * self.choices.shape[-1]
@@ -140,12 +140,12 @@ def _map(function, *trees):
     return jax.tree.map(mapped, *trees, is_leaf=lambda node: isinstance(node, Metric))
 
 
-def combined(total: object, more: object) -> Any:
+def combined(total: T, more: T) -> T:
     """Returns two trees of arrays and metrics as one: arrays are added, metrics by their kind."""
     return _map(lambda reduction, a, b: reduction.pair(a, b), total, more)
 
 
-def over_devices(tree: object, axes: Sequence[str]) -> Any:
+def over_devices(tree: T, axes: Sequence[str]) -> T:
     """Returns a tree of arrays and metrics as one over mesh axes, inside `shard_map`."""
     return _map(lambda reduction, leaf: reduction.devices(leaf, axes), tree)
 
@@ -177,7 +177,7 @@ class StepReport:
     metrics: Metrics
 
     @property
-    def loss(self) -> Any:
+    def loss(self) -> jax.Array:
         """The loss, in nats per token."""
         return self.metrics["loss"].total  # type: ignore[attr-defined]
 

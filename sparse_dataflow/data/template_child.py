@@ -19,8 +19,7 @@ import resource
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 if __name__ == "__main__":
     sys.path += sys.argv[2:]
@@ -92,7 +91,7 @@ class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.filters["tojson"] = _to_json
             self.globals["raise_exception"] = _raise
 
-    def compiled(self, text: str, variables: dict[str, Any]) -> jinja2.Template:
+    def compiled(self, text: str, variables: dict[str, Callable]) -> jinja2.Template:
         """Returns a template with these global variables."""
         tree = self.parse(text)
         for loop in list(tree.find_all(jinja2.nodes.For)):
@@ -208,7 +207,7 @@ def _answer(renderer, request):
         content = text.encode("utf-8", "surrogatepass")
         if len(content) <= MOST_BYTES:
             return True, content
-        error: Any = f"it makes more than {MOST_BYTES >> 20} MiB of text"
+        error = f"it makes more than {MOST_BYTES >> 20} MiB of text"
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as failure:

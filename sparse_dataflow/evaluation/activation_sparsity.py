@@ -42,7 +42,7 @@ CALIBRATION_TOKENS = 1024
 LONGEST_WINDOW = 256
 """Tokens of a calibration window, at most; windows of several documents are more varied."""
 
-Levels = dict[str, Any]
+Levels = dict[str, jax.Array]
 """Projection -> float32 [], the largest magnitude of an input that counts as zero."""
 
 Share = float | Mapping[str, float]

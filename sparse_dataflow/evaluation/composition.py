@@ -56,7 +56,7 @@ class Experts(Protocol):
     def choose(self, prompts: Sequence[Prompt]) -> list[str]:
         """Returns the name of the expert of each prompt."""
 
-    def activate(self, name: str) -> tuple[Any, Switch | None]:
+    def activate(self, name: str) -> tuple[kv_cache.Weights, Switch | None]:
         """Puts an expert on the device.
 
         Returns:
@@ -80,7 +80,7 @@ class OneModel(Experts):
     def choose(self, prompts: Sequence[Prompt]) -> list[str]:
         return [""] * len(prompts)
 
-    def activate(self, name: str) -> tuple[Any, None]:
+    def activate(self, name: str) -> tuple[kv_cache.Weights, None]:
         if self._weights is None:
             model = self.models[name]
             self._weights = kv_cache.prepare(model.model, model.params, self._form)

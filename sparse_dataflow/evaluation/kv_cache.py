@@ -45,9 +45,9 @@ class Weights(NamedTuple):
       head: parameters of the head section.
     """
 
-    embed: Any
+    embed: dict
     layers: tuple
-    head: Any
+    head: dict
 
 
 class LayerCache(NamedTuple):

@@ -17,7 +17,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +130,7 @@ class OffloadedExperts:
             ]
             experts = jax.device_put(experts, host)
             self._layers.append(_Layer(resident, experts, collections.OrderedDict()))
-        self._ahead: dict[int, Any] = {}
+        self._ahead: dict[int, dict] = {}
         self._empty_slots()
         self.expert_bytes = _bytes(self._layers[0].experts[0])
         self.prompt, self.writing = Traffic(), Traffic()

@@ -8,7 +8,7 @@ import contextlib
 import os
 import threading
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from sparse_dataflow.files import storage
 
@@ -22,7 +22,7 @@ class AppendedFile:
     def __init__(self, path: Path):
         """Opens nothing yet."""
         self.path = path
-        self._file: IO[Any] | None = None
+        self._file: IO[bytes] | None = None
         self._writing = threading.Lock()
 
     def append(self, line: bytes) -> None:

@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.errors import escaped, first_line
@@ -39,7 +38,7 @@ _VERIFIED: dict[tuple, str] = {}
 """SHA-256 of the files that this process read, by their path and state."""
 
 
-def as_data(value: object) -> Any:
+def as_data(value: object) -> object:
     """Returns `origin` as JSON data; dataclasses are taken whole, by their fields.
 
     Raises:

@@ -261,7 +261,7 @@ def aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:
     )
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Writes rows that have the same columns; at least one."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

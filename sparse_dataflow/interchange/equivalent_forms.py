@@ -64,8 +64,8 @@ def dense_module(model: ModelConfig, name: str, module: dict) -> dict:
     if spec.hadamard:
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)
-    kernel = with_term(spec, Dense(kernel), module).dense()
-    return {"kernel": kernel, **({"bias": module["bias"]} if "bias" in module else {})}
+    dense = with_term(spec, Dense(kernel), module).dense()
+    return {"kernel": dense, **({"bias": module["bias"]} if "bias" in module else {})}
 
 
 def _with_scaled_queries(model, blocks):

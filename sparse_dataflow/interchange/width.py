@@ -10,7 +10,7 @@ for ever, because it divides a gradient by its own scale.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -153,7 +153,7 @@ def wider(
 
 
 def reordered(
-    model: ModelConfig, params: Mapping[str, Any], sources: Sequence[Sources]
+    model: ModelConfig, params: Mapping[str, dict], sources: Sequence[Sources]
 ) -> dict[str, object]:
     """Returns the parameters of a dense model whose features have another order.
 

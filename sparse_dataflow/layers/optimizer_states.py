@@ -1,7 +1,5 @@
 """Optimizer states at new layouts: what belongs to a stored block follows it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +61,7 @@ class CarriedState:
                 f"The optimizer's state has arrays and none of them is of {names}; legal: {_LEGAL}."
             )
 
-    def apply(self) -> Any:
+    def apply(self) -> object:
         """Changes the nnx.Optimizers in place, and returns what was passed, at the new layouts.
 
         Variables of an nnx.Optimizer stay the same objects, so handles that share them see it.

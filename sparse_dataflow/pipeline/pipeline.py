@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 from sparse_dataflow.core import step_metrics
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.pipeline.action_tables import BACKWARD, FORWARD, RECOMPUTE, WEIGHTS, Table
 from sparse_dataflow.pipeline.layer_actions import LayerActions, layer_actions
 from sparse_dataflow.pipeline.stages import Division, Kind
@@ -115,22 +116,22 @@ class Work(NamedTuple):
     kinds: tuple[Kind, ...]
     params: dict
     batch: Batch
-    rest: Any = ()
-    places: Any = None
+    rest: ArrayTree = ()
+    places: np.ndarray | None = None
     shared: bool = False
 
 
 class _State(NamedTuple):
     """Loop state of a stage; the first axis of a buffer is its slots."""
 
-    block_metrics: Any
-    head_metrics: Any
-    gradients: Any
-    saved: Any
-    recomputed: Any
-    pending: Any
-    activation: Any
-    gradient: Any
+    block_metrics: step_metrics.Metrics
+    head_metrics: step_metrics.Metrics
+    gradients: dict
+    saved: ArrayTree
+    recomputed: ArrayTree
+    pending: ArrayTree
+    activation: jax.Array
+    gradient: jax.Array
     sent_forward: jax.Array
     sent_backward: jax.Array
 

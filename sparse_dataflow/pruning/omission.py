@@ -169,7 +169,7 @@ def put_back(state: TrainState, model: ModelConfig) -> TrainState:
     )
 
 
-def whole_params(model: ModelConfig, params: object, rest: object) -> object:
+def whole_params(model: ModelConfig, params: object, rest: object) -> dict:
     """Returns the parameters of the whole model, from those of a phase and what it leaves out."""
     return _joined(params, model, _sections(rest), has_values=True)
 

@@ -5,7 +5,6 @@ layer group (see `config.layer_groups`); the view of a block is its slice of eac
 """
 
 import functools
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
-from sparse_dataflow.core.model.partition import merged, trained_and_rest
+from sparse_dataflow.core.model.partition import ArrayTree, merged, trained_and_rest
 from sparse_dataflow.core.optim import by_weight
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer, with_steps_left
 
@@ -34,14 +33,14 @@ def all_sections(blocks: int) -> list[Section]:
     return [EMBED, *range(blocks), HEAD]
 
 
-def view(tree: dict, section: Section) -> Any:
+def view(tree: dict, section: Section) -> ArrayTree:
     """Returns views of one section of a tree like the params; writes go to the tree."""
     if isinstance(section, int):
         return layer_view(tree.get("blocks", {}), section)
     return tree.get(section, {})  # Sections may have no parameter to train.
 
 
-def layer_view(stacked: object, layer: int) -> Any:
+def layer_view(stacked: object, layer: int) -> ArrayTree:
     """Returns views of one layer of blocks that are stacked by layer group."""
     for group in split_groups(stacked):
         leaves = jax.tree.leaves(group)
@@ -61,12 +60,12 @@ def depth_of(params: dict) -> int:
 _NO_MOMENTS: dict[str, dict] = {EMBED: {}, "blocks": {}, HEAD: {}}
 
 
-def count_of(moments: Any) -> int:
+def count_of(moments: tuple) -> int:
     """Returns the number of updates of a state of AdamW or Muon; 0 where weights count theirs."""
     return next((int(entry.count) for entry in moments if hasattr(entry, "mu")), 0)
 
 
-def moment_trees(moments: Any) -> tuple[dict, dict]:
+def moment_trees(moments: tuple) -> tuple[dict, dict]:
     """Returns the first and second moments; or the states of each weight, and an empty tree."""
     for entry in moments:
         if hasattr(entry, "mu"):
@@ -76,7 +75,7 @@ def moment_trees(moments: Any) -> tuple[dict, dict]:
     raise ValueError("an optimizer state without moments")
 
 
-def with_moments(moments: Any, count: int, mu: dict, nu: dict) -> Any:
+def with_moments(moments: tuple, count: int, mu: dict, nu: dict) -> tuple:
     """Returns the optimizer state with another count and other trees of `moment_trees`."""
 
     def replaced(entry):

@@ -28,7 +28,7 @@ from sparse_dataflow.core.config.layer_groups import group_index, layer_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.state_roles import dotted_path
-from sparse_dataflow.core.model.partition import legal
+from sparse_dataflow.core.model.partition import ArrayTree, legal
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.optim.muon import Matrices
 from sparse_dataflow.core.optim.muon_updates import matrices_like
@@ -130,7 +130,7 @@ class ParameterServer:
         self,
         model: ModelConfig,
         training: TrainingConfig,
-        put: Callable[[Any], Any],
+        put: Callable[[ArrayTree], ArrayTree],
         *,
         clipping: str = "exact",
         copies: bool = True,
@@ -157,14 +157,14 @@ class ParameterServer:
         self.returning = ThreadPoolExecutor(1, "return")
         self.updating = ThreadPoolExecutor(self.threads, "update")
         self.buffers: dict[Section, list[np.ndarray]] = {}
-        self._copies: dict[Section, Any] = {}
+        self._copies: dict[Section, ArrayTree] = {}
         self._copied: dict | None = None
         self._facts: dict[Section, list[LeafFacts]] = {}
-        self._facts_rest: Any = None
-        self._rest: Any = None
-        self._rest_copies: dict[Section, Any] = {}
+        self._facts_rest: ArrayTree = None
+        self._rest: ArrayTree = None
+        self._rest_copies: dict[Section, ArrayTree] = {}
 
-    def copy(self, params: dict, section: Section) -> Any:
+    def copy(self, params: dict, section: Section) -> ArrayTree:
         """Returns the host arrays from which the device reads a section's parameters.
 
         These are the masters if they have the same dtype and need no page-locked memory.
@@ -177,12 +177,12 @@ class ParameterServer:
             self._copies[section] = self._new_copy(view(params, section))
         return self._copies[section]
 
-    def section(self, params: dict, rest: Any, section: Section) -> tuple[dict, dict]:
+    def section(self, params: dict, rest: ArrayTree, section: Section) -> tuple[dict, dict]:
         """Returns what is trained and what is not of a section, which the device reads from host;
         see `copy`."""
         return self.copy(params, section), self._pinned(rest, section) if rest else {}
 
-    def _pinned(self, rest: dict, section: Section) -> Any:
+    def _pinned(self, rest: dict, section: Section) -> ArrayTree:
         """Returns the host arrays from which the device reads what is not trained of a section."""
         if rest is not self._rest:
             self._rest, self._rest_copies = rest, {}
@@ -191,11 +191,11 @@ class ParameterServer:
             self._rest_copies[section] = self.pin(section_rest)
         return self._rest_copies[section]
 
-    def adopt(self, params: dict, copies: dict[Section, Any]) -> None:
+    def adopt(self, params: dict, copies: dict[Section, ArrayTree]) -> None:
         """Sets the copies of new parameters, which the updates wrote."""
         self._copied, self._copies = params, copies
 
-    def pin(self, copy: object) -> Any:
+    def pin(self, copy: object) -> ArrayTree:
         """Moves a finished copy to page-locked memory if the device reads from there."""
         return copy if self.pinned is None else jax.device_put(copy, self.pinned)
 
@@ -261,7 +261,7 @@ class ServerStep:
         self._gradients: dict[Section, list[np.ndarray]] = {}
         self._squares: dict[Section, dict[str, float]] = {}
         self._updates: dict[Section, list[Future]] = {}
-        self._copies: dict[Section, Any] = {}
+        self._copies: dict[Section, ArrayTree] = {}
 
     def trains(self, section: Section) -> bool:
         """Returns whether a section takes part and has parameters to train."""
@@ -467,7 +467,7 @@ class ServerStep:
 def _leaves(facts, trees, section) -> list[Leaf]:
     """Returns the leaves of a section's trees; nu lacks Muon's matrices, or is empty."""
     params, mu, nu = (view(tree, section) for tree in trees)
-    structure: Any = jax.tree.structure(params)
+    structure: jax.tree_util.PyTreeDef = jax.tree.structure(params)
     second = iter(jax.tree.leaves(nu))
     params, mu = jax.tree.leaves(params), structure.flatten_up_to(mu)
     return [

@@ -15,7 +15,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from sparse_dataflow.core.config.depth import DepthSchedule
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.whole import micro_batches
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.core.optim.loss_spikes import is_accepted
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.step_metrics import Metrics, Norm, StepReport, stacked
@@ -145,7 +145,7 @@ class Relay:
         """Copies a `ParameterServer.section`, and other host arrays, to the device."""
         return jax.block_until_ready(self._put((self.server.section(params, rest, section), *more)))
 
-    def to_first_device(self, params: dict, rest: object, section: Section) -> Any:
+    def to_first_device(self, params: dict, rest: object, section: Section) -> ArrayTree:
         """Copies as `to_device`, to this process's first device alone."""
         device = SingleDeviceSharding(jax.local_devices()[0])
 
@@ -268,7 +268,7 @@ class Relay:
 
         return lambda block, *more: self.server.fetching.submit(with_more, more) if more else shared
 
-    def _run(self, section: Section, name: str, *arguments) -> tuple[Any, Future]:
+    def _run(self, section: Section, name: str, *arguments) -> tuple[ArrayTree, Future]:
         """Runs a program; returns (its results, a future that is done when they are ready)."""
         self.observe(name)
         dispatched = time.perf_counter()
@@ -328,7 +328,7 @@ class Relay:
         batch = micro_batches(self.model, batch.weighted(), count, padded=padded)
 
         def put(tree, sharding):
-            structure: Any
+            structure: jax.tree_util.PyTreeDef
             leaves, structure = jax.tree.flatten(tree)
             leaves = [np.asarray(leaf, order="C") for leaf in leaves]
             return structure.unflatten(_placed(leaves, sharding))
@@ -373,7 +373,7 @@ def translated_device_errors(activity: str) -> Iterator[None]:
 def _prefetch_loop(
     blocks: Iterable[int],
     fetch: Callable[[int], Future],
-    compute: Callable[[int, Any], Future],
+    compute: Callable[[int, ArrayTree], Future],
 ) -> None:
     """Computes block after block while it prefetches the next one.
 
@@ -400,7 +400,7 @@ def _watch(result, dispatched, section, timeline):
     timeline.add("compute", section, start, time.perf_counter())
 
 
-def _put(sharding: Sharding, tree: object) -> Any:
+def _put(sharding: Sharding, tree: object) -> ArrayTree:
     """Copies host arrays, and activations stashed on the host, to the device."""
     leaves, structure = jax.tree.flatten(tree)
     # All in one call: on small models a call for each takes longer than the copies.

@@ -136,7 +136,7 @@ class RelayExecutor(MultiProgramExecutor):
         saved: int | None,
         state: Callable[[], TrainState],
         from_seed: bool,
-        completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+        completed: Callable[[Mapping[str, object]], Mapping[str, object]] = dict,
     ) -> TrainState:
         """Sets the relay's run length and returns the state to continue from.
 

@@ -10,7 +10,7 @@ Shapes in names: M micro-batches, B their batch, T tokens, D d_model, V vocabula
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +102,7 @@ def device_dtype(model: ModelConfig, path: tuple) -> jnp.dtype:
     return jnp.dtype("float32" if wide else model.compute_dtype)
 
 
-def device_params(model: ModelConfig, params: object) -> Any:
+def device_params(model: ModelConfig, params: dict) -> dict:
     """Returns shapes and dtypes of the device's copies of parameters."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, device_dtype(model, path)), params

@@ -68,8 +68,8 @@ class MappedFiles:
         self,
         folder: Path,
         abstract: TrainState,
-        identity: Mapping[str, Any],
-        completed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+        identity: Mapping[str, object],
+        completed: Callable[[Mapping[str, object]], Mapping[str, object]] = dict,
     ):
         """Opens or creates the folder, and reserves space for both slots.
 
@@ -374,7 +374,7 @@ class _Rest(NamedTuple):
         masks, layouts = split_layouts(state.rest)
         return cls(layouts_by_name(layouts), masks)
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> dict[str, object]:
         """Returns the trees by name; models without masks have none."""
         return {name: tree for name, tree in self._asdict().items() if name != "masks" or tree}
 

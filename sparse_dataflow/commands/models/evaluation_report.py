@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparse_dataflow.evaluation.run_files import RunRecord
 from sparse_dataflow.evaluation.significance import METHOD
@@ -17,7 +15,7 @@ RESULT = "evaluation.json"
 REPORT = "report.json"
 
 
-def data(result: Mapping[str, Any]) -> EvaluationData:
+def data(result: json_files.JsonObject) -> EvaluationData:
     """Converts the JSON of evaluation.json to the report's data."""
     rows = []
     for row in result["rows"]:
@@ -32,7 +30,7 @@ def data(result: Mapping[str, Any]) -> EvaluationData:
     )
 
 
-def text(result: Mapping[str, object]) -> str:
+def text(result: json_files.JsonObject) -> str:
     """Returns the table for a terminal, with its notes."""
     shown = data(result)
     first, *others = shown.models
@@ -83,7 +81,7 @@ def read(folder: Path, record: RunRecord) -> EvaluationData | None:
     return evaluation
 
 
-def keep(folder: Path, result: Mapping[str, object]) -> Path:
+def keep(folder: Path, result: json_files.JsonObject) -> Path:
     """Writes evaluation.json atomically and returns its path.
 
     Raises:
@@ -93,7 +91,7 @@ def keep(folder: Path, result: Mapping[str, object]) -> Path:
     return folder / RESULT
 
 
-def add_to_report(folder: Path, result: Mapping[str, object]) -> Path | None:
+def add_to_report(folder: Path, result: json_files.JsonObject) -> Path | None:
     """Rewrites the run's report with this evaluation; returns None if the run has no report.
 
     Raises:

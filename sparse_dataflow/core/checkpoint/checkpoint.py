@@ -40,13 +40,13 @@ from sparse_dataflow.core.checkpoint.named_arrays import Keeping, SaveBarrier, S
 from sparse_dataflow.core.optim.finite import non_finite
 from sparse_dataflow.files import appended, manifest, storage
 from sparse_dataflow.files.errors import UserError, advice
-from sparse_dataflow.files.json_files import refuse_difference
+from sparse_dataflow.files.json_files import JsonObject, refuse_difference
 
 
 class Mirror(Protocol):
     """A second place of checkpoints; `runs.mirror.Mirror` is one."""
 
-    def facts(self) -> dict[int, dict[str, Any]]:
+    def facts(self) -> dict[int, JsonObject]:
         """Returns {step: facts of its manifest} of the finished copies, without verifying them."""
         ...
 
@@ -79,8 +79,8 @@ class Checkpoints:
         folder: Path,
         keep: int = 3,
         *,
-        config: Mapping[str, Any],
-        completed: Callable[[dict[str, Any]], dict[str, Any]] = lambda saved: saved,
+        config: Mapping[str, object],
+        completed: Callable[[JsonObject], JsonObject] = lambda saved: saved,
         read_only: bool = False,
         mirror: Callable[[Path, Keeping], Mirror] | None = None,
         is_regular: Callable[[int], bool] = lambda step: True,
@@ -277,7 +277,7 @@ class Checkpoints:
         step: int | None = None,
         *,
         without: tuple[str, ...] = (),
-    ) -> tuple[Any, dict[str, Any]] | None:
+    ) -> tuple[Any, JsonObject] | None:
         """Restores the newest verified checkpoint, or the one of `step`, bit by bit.
 
         A damaged checkpoint, or one with numbers that are not finite, is logged and, unless
@@ -334,9 +334,7 @@ class Checkpoints:
         with named_arrays.user_errors(state, Exception):
             return storage.retry(f"Reading {state}", read)
 
-    def _newest_verified(
-        self, step: int | None
-    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    def _newest_verified(self, step: int | None) -> tuple[int, JsonObject, JsonObject] | None:
         """Returns (step, extra, array descriptions) of the checkpoint that `restore` reads."""
         mirrored = self._mirror.facts() if self._mirror else {}
         steps = sorted({*self._step_folders(), *mirrored}, reverse=True)
@@ -376,7 +374,7 @@ class Checkpoints:
         with named_arrays.user_errors(self._folder):
             return named_arrays.saved_steps(self._folder)
 
-    def _verify_or_set_aside(self, step: int) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def _verify_or_set_aside(self, step: int) -> tuple[JsonObject, JsonObject] | None:
         """Verifies a checkpoint; returns (extra, array descriptions), or None if it is damaged."""
         path = self._folder / str(step)
         if self._read_only and step in self._unusable:
@@ -389,7 +387,7 @@ class Checkpoints:
                 self._set_aside(path, str(damage))
             return None
 
-    def _verify(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _verify(self, path: Path) -> tuple[JsonObject, JsonObject]:
         """Verifies every byte of a checkpoint; returns (extra, array descriptions)."""
         step = manifest.verify(path).get("step")
         if str(step) != path.name:
@@ -475,7 +473,7 @@ class Checkpoints:
             self._verified_steps.add(step)
         return True
 
-    def _refuse_other_config(self, path: Path, saved: dict[str, Any]) -> None:
+    def _refuse_other_config(self, path: Path, saved: JsonObject) -> None:
         whole = json.loads(json.dumps(self._completed(saved)))
         refuse_difference(path, "was made under another config", whole, self._config)
 

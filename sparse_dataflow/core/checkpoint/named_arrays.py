@@ -26,6 +26,7 @@ import numpy as np
 from absl import logging
 
 from sparse_dataflow.core import collectives
+from sparse_dataflow.core.ops.dispatch import Shaped
 from sparse_dataflow.files import json_files, manifest, storage
 from sparse_dataflow.files.errors import UserError, first_line
 
@@ -181,7 +182,7 @@ def flatten(state: object) -> dict[str, Any]:
     return named
 
 
-def describe(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def describe(arrays: Mapping[str, Shaped]) -> dict[str, json_files.JsonObject]:
     """Returns {name: {"shape": [...], "dtype": "float32"}}, JSON-able."""
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in arrays.items()
@@ -189,7 +190,7 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def start_writing(
-    checkpointer: "ocp.AsyncCheckpointer", folder: Path, arrays: Mapping[str, Any]
+    checkpointer: "ocp.AsyncCheckpointer", folder: Path, arrays: Mapping[str, Shaped]
 ) -> None:
     """Writes named arrays in the background; returns once they may be changed or donated.
 
@@ -273,7 +274,7 @@ def user_errors(path: Path, kind: type[Exception] = OSError) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {reason(error)}.") from error
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Shaped) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -299,7 +300,7 @@ def _has_devices(leaf: object) -> bool:
     return sharding is not None and not isinstance(mesh, jax.sharding.AbstractMesh)
 
 
-def _restore_args(leaf: Any) -> "ocp.RestoreArgs":
+def _restore_args(leaf: Shaped) -> "ocp.RestoreArgs":
     import orbax.checkpoint as ocp
 
     if not _has_devices(leaf):
@@ -310,7 +311,7 @@ def _restore_args(leaf: Any) -> "ocp.RestoreArgs":
     )
 
 
-def _place(raw: Any, leaf: Any) -> Any:
+def _place(raw: Any, leaf: Shaped) -> Any:
     """Returns `raw` with the array type, devices and key type of `leaf`.
 
     `raw` is None for an array without elements, which orbax cannot store.
@@ -325,7 +326,7 @@ def _place(raw: Any, leaf: Any) -> Any:
     return jax.random.wrap_key_data(raw, impl=_key_impl(leaf)) if _is_key(leaf) else raw
 
 
-def _key_impl(leaf: Any) -> str:
+def _key_impl(leaf: Shaped) -> str:
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
         if jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype == leaf.dtype:
             return impl
@@ -385,7 +386,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in subfolders(folder, STEP))
 
 
-def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
+def read_facts(folder: Path) -> dict[int, json_files.JsonObject]:
     """Returns {step: facts of its manifest} of the finished checkpoints, without verifying them."""
     facts = {}
     for path in subfolders(folder, STEP):
@@ -398,7 +399,7 @@ def read_facts(folder: Path) -> dict[int, dict[str, Any]]:
     return facts
 
 
-def best_step(facts: dict[int, dict[str, Any]]) -> int | None:
+def best_step(facts: dict[int, json_files.JsonObject]) -> int | None:
     """Returns the newest step with the lowest metric, or None if no step has a metric."""
     rated = [step for step, fact in facts.items() if isinstance(fact.get("metric"), float)]
     return min(rated, key=lambda step: (facts[step]["metric"], -step), default=None)
@@ -469,7 +470,7 @@ class Keeping:
     newest: int
     is_regular: Callable[[int], bool] = lambda step: True
 
-    def regular(self, facts: dict[int, dict[str, Any]]) -> set[int]:
+    def regular(self, facts: dict[int, json_files.JsonObject]) -> set[int]:
         """Returns the regular steps that are kept: the newest and the best one.
 
         Args:
@@ -479,7 +480,7 @@ class Keeping:
         best = best_step(regular)
         return {*sorted(regular)[-self.newest :], *([] if best is None else [best])}
 
-    def steps(self, facts: dict[int, dict[str, Any]]) -> set[int]:
+    def steps(self, facts: dict[int, json_files.JsonObject]) -> set[int]:
         """Returns the steps that are kept: regular ones, the newest and the best of any kind."""
         best = best_step(facts)
         return {*self.regular(facts), *sorted(facts)[-1:], *([] if best is None else [best])}
@@ -506,7 +507,7 @@ def remove(path: Path) -> None:
 
 
 def read_part(
-    folder: Path, step: int, abstract_part: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    folder: Path, step: int, abstract_part: Callable[[json_files.JsonObject], Mapping[str, object]]
 ) -> dict[str, Any]:
     """Returns some arrays of the checkpoint of a step.
 

@@ -30,7 +30,7 @@ WHOLE_RANGE = "a whole number from -2^63 to 2^63"
 """Words for the integers up to MOST_INTEGER."""
 
 
-_WORDS: dict[Any, tuple[str, str]] = {
+_WORDS: dict[object, tuple[str, str]] = {
     bool: ("yes or no", "yes or no"),
     int: ("a whole number", "whole numbers"),
     float: ("a finite number", "finite numbers"),

@@ -511,7 +511,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         """Number whose square root divides the attention scores."""
         return self.attention_scalar or self.head_width
 
-    def family_fields(self) -> dict[str, Any]:
+    def family_fields(self) -> dict[str, object]:
         """Returns the values of FAMILY_FIELDS that differ from GPT-3's."""
         default = {field.name: field.default for field in dataclasses.fields(self)}
         return {

@@ -67,7 +67,7 @@ place that is written or sent to is FRESH or ASKED.
 AUTO = "auto"
 """The text of None, which a setting may have whose default is None."""
 
-_NUMBER_LISTS: dict[Any, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
+_NUMBER_LISTS: dict[object, type] = {tuple[int, ...]: int, tuple[float, ...]: float}
 _BOOLEANS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 _SHOWN = 60
 _LONGEST_NAME, _LONGEST_PATH = 255, 3900
@@ -382,7 +382,7 @@ def from_json(kind: type[Config], fields: Any) -> Config:
     return kind(**values)
 
 
-REMOVED: dict[str, dict[str, Any]] = {"model": {"guided": False}, "evolution": {"plateau": 0}}
+REMOVED: dict[str, dict[str, object]] = {"model": {"guided": False}, "evolution": {"plateau": 0}}
 """Settings of earlier versions, with the values by which they did nothing; another is refused."""
 
 

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding, whole
-from sparse_dataflow.core.model.partition import merged
+from sparse_dataflow.core.model.partition import ArrayTree, merged
 from sparse_dataflow.core.model.projection import probe
 from sparse_dataflow.core.model.stacks import layouts_by_name, map_arrays
 
@@ -113,7 +113,7 @@ def _in_order(model, gradients, features):
     }
 
 
-def opened_masks(rest: object) -> Any:
+def opened_masks(rest: object) -> ArrayTree:
     """Returns what is not trained with masks of ones, of a model without adapters.
 
     What is not under a mask is zero, so they compute the same, and their gradient is that of dense

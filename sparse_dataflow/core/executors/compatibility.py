@@ -56,7 +56,7 @@ class Option:
 
     words: str
     used: Callable[[Any], Any]
-    example: Mapping[str, Any]
+    example: Mapping[str, object]
     needed: bool = False
 
 
@@ -93,7 +93,7 @@ def violations(run: object, rows: Iterable[Conflict]) -> Iterator[tuple[Conflict
             yield row, sentence
 
 
-def refuse(runs: Iterable[Any], rows: Iterable[Conflict]) -> None:
+def refuse(runs: Iterable[object], rows: Iterable[Conflict]) -> None:
     """Refuses runs that violate rows.
 
     Raises:
@@ -130,7 +130,7 @@ RELAY_DEVICES = _parallelism("relay over several devices", executor="relay", mes
 PARALLELISMS = ROWS, CONTEXT, TENSOR, FEATURE, STAGE, RELAY, RELAY_DEPTH, RELAY_DEVICES
 """Axes of a mesh that are longer than 1, and kinds of the relay, in the order of the page."""
 
-NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[str, object] = {}
 WEIGHTS = {"run.init_from": "DIR"}
 """A setting of examples; the weights are not read."""
 

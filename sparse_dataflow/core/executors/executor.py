@@ -14,16 +14,17 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Accumulation
 from sparse_dataflow.core.model.partition import merged, without_left_out
 from sparse_dataflow.core.model.stacks import fixed_layouts, layouts_by_place, split_layouts
-from sparse_dataflow.core.optim.optimizers import gradient_arrays
+from sparse_dataflow.core.optim.optimizers import TrainState, gradient_arrays
 from sparse_dataflow.core.step_metrics import Metrics
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.config.depth import DepthSchedule
+    from sparse_dataflow.core.config.training import TrainingConfig
 
 T = TypeVar("T")
 
 
-def abstract(leaf: Any, target: Any) -> jax.ShapeDtypeStruct:
+def abstract(leaf: Any, target: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array, with a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
 
@@ -67,7 +68,7 @@ class Executor:
         """How devices share a model: names of `compatibility.PARALLELISMS`."""
         return ()
 
-    def check(self, model: ModelConfig, training: Any) -> None:
+    def check(self, model: ModelConfig, training: "TrainingConfig") -> None:
         """Raises a UserError that names the legal values if this model cannot run."""
         from sparse_dataflow.core.executors import compatibility
 
@@ -84,23 +85,23 @@ class Executor:
         """Returns the shardings of a state without layouts, for `jax.jit`; None for the default."""
         return None
 
-    def replicated(self) -> Any:
+    def replicated(self) -> jax.sharding.Sharding | None:
         """Returns the sharding of results that every process reads; None for the default."""
         return None
 
-    def place(self, state: object, model: ModelConfig) -> Any:
+    def place(self, state: T, model: ModelConfig) -> T:
         """Moves a canonical state to where the programs need it, except its layouts."""
         return state
 
-    def placed_shapes(self, state: object, model: ModelConfig) -> Any:
+    def placed_shapes(self, state: T, model: ModelConfig) -> T:
         """Returns the shapes and shardings of `place`; `state` has shapes and no layouts."""
         return state
 
-    def canonical(self, state: object, model: ModelConfig) -> Any:
+    def canonical(self, state: T, model: ModelConfig) -> T:
         """Inverts `place`, except that arrays stay on their devices."""
         return state
 
-    def place_layouts(self, rest: object, model: ModelConfig, changing: bool) -> Any:
+    def place_layouts(self, rest: T, model: ModelConfig, changing: bool) -> T:
         """Returns what is not trained with the programs' layouts; fixed if these are specialised to
         them.
 
@@ -111,8 +112,8 @@ class Executor:
         return rest if changing else fixed_layouts(rest)
 
     def arrays(
-        self, state: Any, model: ModelConfig, changing: bool, batch: Batch
-    ) -> dict[str, Any]:
+        self, state: TrainState, model: ModelConfig, changing: bool, batch: Batch
+    ) -> dict[str, object]:
         """Returns {group: tree of shapes, dtypes and shardings} of all resident training arrays.
 
         Args:
@@ -194,16 +195,16 @@ class MultiProgramExecutor(Executor, abc.ABC):
     """An executor that is not a single program, such as the relay: it compiles its own programs."""
 
     @abc.abstractmethod
-    def initial_state(self, model: ModelConfig, training: Any) -> Any:
+    def initial_state(self, model: ModelConfig, training: "TrainingConfig") -> TrainState:
         """Returns a state as `training.step.initial_state`."""
 
     @abc.abstractmethod
-    def abstract_state(self, model: ModelConfig, training: Any) -> Any:
+    def abstract_state(self, model: ModelConfig, training: "TrainingConfig") -> TrainState:
         """Returns a state as `training.step.abstract_state`."""
 
     @abc.abstractmethod
     def programs(
-        self, model: ModelConfig, training: Any, data: Any, changing: bool
+        self, model: ModelConfig, training: "TrainingConfig", data: object, changing: bool
     ) -> dict[str, Any]:
         """Returns the fields of `training.programs.Compiled`, except `seconds`.
 

@@ -5,7 +5,6 @@ Moments and gradients of a parameter follow its row. To change a sharding, chang
 
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,7 @@ from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
 from sparse_dataflow.core.layouts.layout import LayoutTables
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, leaf_of
 from sparse_dataflow.files.errors import UserError
 
@@ -180,7 +180,7 @@ def specs(params: dict, model: ModelConfig, mesh: AnyMesh, fsdp: bool = True) ->
     )
 
 
-def state_shardings(state: object, model: ModelConfig, mesh: AnyMesh, zero: int) -> Any:
+def state_shardings(state: object, model: ModelConfig, mesh: AnyMesh, zero: int) -> ArrayTree:
     """Returns the shardings of a training state without layouts.
 
     Args:

@@ -151,7 +151,7 @@ def apply_blocks(
     x_BxTxD: jax.Array,
     rank: Rank = SINGLE_RANK,
     batch: Batch = NO_BATCH,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, step_metrics.Metrics]:
     """Runs all blocks on [B, T, D].
 
     A rank that shares sequences has T / shards tokens, with positions, and documents of all T.

@@ -5,11 +5,14 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError, needed_module
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.batch import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +100,10 @@ class LayoutTables(NamedTuple):
         may change.
     """
 
-    in_index: Any
-    in_slot: Any
-    out_index: Any
-    out_slot: Any
+    in_index: "Array"
+    in_slot: "Array"
+    out_index: "Array"
+    out_slot: "Array"
     groups: Groups | None = None
 
     def __repr__(self):
@@ -108,7 +111,7 @@ class LayoutTables(NamedTuple):
         return f"LayoutTables({', '.join(shapes)})"
 
     @property
-    def arrays(self) -> tuple[Any, Any, Any, Any]:
+    def arrays(self) -> "tuple[Array, Array, Array, Array]":
         """The four index tables."""
         return self[:4]
 

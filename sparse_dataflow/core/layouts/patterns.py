@@ -17,7 +17,6 @@ Example of a new pattern:
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ BY_ROLE: set[str] = set()
 """Patterns that also take `reads_residual`; see `make_layout`."""
 
 
-def register(name: str, by_role: bool = False) -> Callable[[Any], Any]:
+def register(name: str, by_role: bool = False) -> Callable[[Pattern], Pattern]:
     """Returns a decorator that registers a pattern.
 
     Args:

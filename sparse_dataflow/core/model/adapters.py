@@ -13,7 +13,6 @@ targets have no weight, and `executors.whole` returns no states of them.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +116,9 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
 
 def dequantised(model: ModelConfig, params: dict) -> tuple[ModelConfig, dict]:
     """Returns a model of adapters, and all of its parameters, without int8 weights."""
-    plain: dict[str, Any] = {"frozen_dtype": "compute"}
-    specs = {n: dataclasses.replace(s, **plain) for n, s in dict(model.linears).items()}
+    specs = {
+        n: dataclasses.replace(s, frozen_dtype="compute") for n, s in dict(model.linears).items()
+    }
 
     def wide(name, module):
         if model.linear(name).frozen_dtype != "int8":

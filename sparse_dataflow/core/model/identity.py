@@ -1,7 +1,6 @@
 """Layers that begin as the identity: they add nothing to the residual stream, and learn at once."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from sparse_dataflow.core.weights.kind import BIAS, TABLE
 _OUTPUT_NORMS = ("norm1_out", "norm2_out")
 
 
-def as_identity(model: ModelConfig, layer: Mapping[str, object]) -> dict[str, Any]:
+def as_identity(model: ModelConfig, layer: Mapping[str, object]) -> dict[str, dict]:
     """Returns the parameters of a layer, or of its experts, with outputs of zero.
 
     Of the projections that write to the residual stream, what has output features is zero: a

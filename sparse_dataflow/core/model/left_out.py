@@ -7,8 +7,6 @@ features alone, and "positions", int32 [left out], their sorted indices in the w
 program reads it.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +18,7 @@ LEFT_OUT, POSITIONS = "left_out", "positions"
 """Section of a block, and its array of indices."""
 
 
-def draw(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
+def draw(config: ModelConfig, key: jax.Array) -> dict[str, jax.Array]:
     """Returns arrays of the section "left_out" of one block, in their shapes."""
     features = draw_mlp(config.left_out_part, nnx.Rngs(params=key))
     return {**features, POSITIONS: jnp.arange(config.left_out, dtype=jnp.int32)}

@@ -16,10 +16,13 @@ from sparse_dataflow.core.model import adapters
 from sparse_dataflow.core.model.left_out import is_left_out
 from sparse_dataflow.core.weights.kind import TABLE, leaf_of
 
+ArrayTree = Any
+"""A jax tree of arrays, such as parameters or gradients; Python has no static type of it."""
+
 
 def trained_and_rest(
-    model: ModelConfig, params: Any, adapter_scale: float | None = None
-) -> tuple[Any, Any]:
+    model: ModelConfig, params: dict, adapter_scale: float | None = None
+) -> tuple[dict, ArrayTree]:
     """Returns a parameter tree as (what is trained, what is not); () for nothing.
 
     Args:
@@ -31,7 +34,7 @@ def trained_and_rest(
     return trained, adapters.frozen(model, params, adapter_scale)
 
 
-def without_tables(model: ModelConfig, params: object) -> tuple[Any, Any]:
+def without_tables(model: ModelConfig, params: dict) -> tuple[dict, ArrayTree]:
     """Returns a parameter tree as (what is trained, the tables of its weights).
 
     The second tree is () for a model without tables.  `merged` is the inverse.
@@ -48,12 +51,12 @@ def without_tables(model: ModelConfig, params: object) -> tuple[Any, Any]:
     return (part(params, lambda path: not is_table(path)), rest) if rest else (params, ())
 
 
-def without_left_out(rest: Any) -> Any:
+def without_left_out(rest: ArrayTree) -> ArrayTree:
     """Returns what is not trained of a model without what is left out, as programs take it."""
     return part(rest, lambda path: not is_left_out(path)) or () if rest else rest
 
 
-def legal(model: ModelConfig, params: object, rest: object) -> Any:
+def legal(model: ModelConfig, params: dict, rest: object) -> dict:
     """Returns trained parameters, or those of a section, as the kinds of their weights keep them
     legal after any update; see `Weight.project`.
 
@@ -79,7 +82,7 @@ def legal(model: ModelConfig, params: object, rest: object) -> Any:
     return projected("", params, rest)
 
 
-def part(tree: Any, fits: Callable[[tuple], bool], path: tuple = ()) -> Any:
+def part(tree: ArrayTree, fits: Callable[[tuple], bool], path: tuple = ()) -> ArrayTree:
     """Returns the leaves whose path fits; sections without any are left out.
 
     A layout is one leaf.
@@ -104,7 +107,7 @@ def _is_groups(tree):
     return type(tree) is tuple and all(type(group) is dict for group in tree)
 
 
-def merged(params: Any, base: Any) -> Any:
+def merged(params: ArrayTree, base: ArrayTree) -> ArrayTree:
     """Returns one tree with the leaves of both, of which one may be () for nothing."""
     if type(params) is tuple and not params:
         return base

@@ -36,7 +36,7 @@ def linear(config: ModelConfig, projection: str, arrays: dict, form: Any = None)
     return Linear(with_term(spec, weight, arrays), arrays.get(BIAS_NAME))
 
 
-def arrays(linear: Linear) -> dict[str, Any]:
+def arrays(linear: Linear) -> dict[str, jax.Array]:
     """Returns the arrays of a projection by name, without its layout."""
     leaves = jax.tree_util.tree_leaves_with_path(linear)
     names = [(path[-1].name, leaf) for path, leaf in leaves if not _is_layout(path)]
@@ -48,7 +48,7 @@ def _is_layout(path):
 
 
 def layer_weights(
-    config: ModelConfig, params: Mapping[str, Any], others: Mapping[str, Any] = {}
+    config: ModelConfig, params: Mapping[str, dict], others: Mapping[str, dict] = {}
 ) -> dict:
     """Returns the parameters of one layer with each projection as a `Linear`.
 

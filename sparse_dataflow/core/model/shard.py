@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -205,7 +204,7 @@ class Shard:
         start = lax.axis_index(self.expert_axis) * length
         return lax.dynamic_slice_in_dim(experts, start, length)
 
-    def local(self, config: ModelConfig, block: dict[str, Any]) -> dict[str, Any]:
+    def local(self, config: ModelConfig, block: dict) -> dict:
         """Returns the weights of a block with those of KEY_VALUE sliced to this device's head.
 
         The gradient of a replicated weight is zero outside of this device's columns, so its sum

@@ -23,7 +23,7 @@ from sparse_dataflow.core.layouts.layout import (
     stack_layouts,
 )
 from sparse_dataflow.core.model import partition
-from sparse_dataflow.core.model.partition import part
+from sparse_dataflow.core.model.partition import ArrayTree, part
 from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.weights.kind import LAYOUT, leaf_of
 
@@ -31,7 +31,7 @@ Layouts = dict[str, list[BlockLayout]]
 """Block-sparse projection -> its layout in each layer."""
 
 
-def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> Any:
+def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> ArrayTree:
     """Returns layouts as leaves of a tree like the params: numpy tables, stacked over the layers of
     each group; () for a model without any.
 
@@ -55,7 +55,7 @@ def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> Any:
     return layout_tree(model, join_groups(groups)) if layouts else ()
 
 
-def layout_tree(model: ModelConfig, layouts: object) -> Any:
+def layout_tree(model: ModelConfig, layouts: object) -> ArrayTree:
     """Returns `layouts_by_name` as a tree like the params; () for none."""
 
     def tree(group):
@@ -74,7 +74,7 @@ def layer_with_layouts(model: ModelConfig, layer: dict, layouts: Mapping[str, ob
     return partition.merged(layer, layout_tree(model, layouts)["blocks"]) if layouts else layer
 
 
-def with_layouts(model: ModelConfig, rest: object, layouts: Layouts | None = None) -> Any:
+def with_layouts(model: ModelConfig, rest: object, layouts: Layouts | None = None) -> ArrayTree:
     """Returns what is not trained of a model with `stored_layouts` in place of its own."""
     others, _ = split_layouts(rest)
     return partition.merged(others, stored_layouts(model, layouts))
@@ -112,7 +112,7 @@ def layout_of_leaf(
     return layouts.get(place_of(path)) if leaf is not None and leaf.is_blocks else None
 
 
-def layouts_by_name(tree: Any) -> Any:
+def layouts_by_name(tree: ArrayTree) -> ArrayTree:
     """Returns {projection: layout} of each group, as checkpoints name them; see `layout_tree`.
 
     Args:
@@ -142,7 +142,7 @@ def _is_layout(node):
     return isinstance(node, LayoutTables | FixedTables)
 
 
-def map_layouts(function: Callable[[LayoutTables], Any], tree: object) -> Any:
+def map_layouts(function: Callable[[LayoutTables], object], tree: object) -> ArrayTree:
     """Returns the tree with `function` of each layout."""
     return jax.tree.map(
         lambda node: function(index_tables(node)) if _is_layout(node) else node,
@@ -151,7 +151,7 @@ def map_layouts(function: Callable[[LayoutTables], Any], tree: object) -> Any:
     )
 
 
-def map_placed_layouts(function: Callable[[Place, LayoutTables], Any], tree: object) -> Any:
+def map_placed_layouts(function: Callable[[Place, LayoutTables], object], tree: object) -> Any:
     """Returns the tree with `function` of each layout and its place."""
     return jax.tree_util.tree_map_with_path(
         lambda path, node: (
@@ -162,7 +162,7 @@ def map_placed_layouts(function: Callable[[Place, LayoutTables], Any], tree: obj
     )
 
 
-def map_arrays(function: Callable, tree: object, *others: object) -> Any:
+def map_arrays(function: Callable, tree: object, *others: object) -> ArrayTree:
     """Returns the tree with `function` of each leaf that is of no layout."""
     return jax.tree.map(
         lambda node, *more: node if _is_layout(node) else function(node, *more),
@@ -172,13 +172,13 @@ def map_arrays(function: Callable, tree: object, *others: object) -> Any:
     )
 
 
-def with_groups(tree: object) -> Any:
+def with_groups(tree: object) -> ArrayTree:
     """Returns a tree whose concrete layouts are tables with the groups that all layers of a stack
     share, if they do."""
     return map_layouts(LayoutTables.with_groups, tree)
 
 
-def split_layouts(tree: object) -> tuple[Any, Any]:
+def split_layouts(tree: object) -> tuple[ArrayTree, ArrayTree]:
     """Returns a tree as (what is no layout, its layouts); () for nothing."""
     if not tree:
         return (), ()
@@ -199,7 +199,7 @@ def weights(config: ModelConfig, params: dict) -> Iterator[dict]:
         yield layer_weights(config, layer)
 
 
-def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
+def stacked_layers(config: ModelConfig, trees: Sequence) -> ArrayTree:
     """Stacks numpy trees, one for each layer, like the blocks of the config."""
     return join_groups(
         [
@@ -209,7 +209,7 @@ def stacked_layers(config: ModelConfig, trees: Sequence) -> Any:
     )
 
 
-def fixed_layouts(tree: object) -> Any:
+def fixed_layouts(tree: object) -> ArrayTree:
     """Returns a tree with concrete layouts that cannot change."""
     return map_layouts(lambda layout: FixedTables(jax.device_get(layout)), tree)
 
@@ -220,7 +220,7 @@ def has_changing_layouts(tree: object) -> bool:
     return any(not isinstance(table, np.ndarray) for table in leaves)
 
 
-def weights_of(params: object, rest: object = ()) -> Any:
+def weights_of(params: object, rest: object = ()) -> ArrayTree:
     """Returns all parameters of a model, trained and not, in one tree, whose layouts are fixed
     where their tables are in numpy."""
     tree = partition.merged(params, rest)

@@ -50,9 +50,9 @@ def differentiable(
     op = jax.custom_jvp(value, nondiff_argnums=(0,))
 
     def jvp(options, operands, tangents):
-        tree: Any
-        saved_tree: Any
-        y_tree: Any
+        tree: jax.tree_util.PyTreeDef
+        saved_tree: jax.tree_util.PyTreeDef
+        y_tree: jax.tree_util.PyTreeDef
         y, saved = forward(options, *operands)
         leaves, tree = jax.tree.flatten(tangents)
         # Only what is differentiated is an operand of the linear primitive, so no gradient of a
@@ -199,7 +199,7 @@ def _refuse_second_derivative(primals, tangents):
     )
 
 
-def _leaves_up_to(tree: Any, gradient: Any) -> list:
+def _leaves_up_to(tree: jax.tree_util.PyTreeDef, gradient: object) -> list:
     return [None] * tree.num_leaves if gradient is None else tree.flatten_up_to(gradient)
 
 

@@ -12,7 +12,7 @@ to new layouts.
 import functools
 import itertools
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.core.optim import factories
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY, weight_axes
 from sparse_dataflow.core.optim.weight_state import WeightState, axis_names
@@ -34,10 +35,10 @@ class WeightStates(NamedTuple):
       states: a tree like the params with a `WeightState` for each leaf.
     """
 
-    states: Any
+    states: ArrayTree
 
 
-def init(model: ModelConfig, training: TrainingConfig, params: Any, first_layer: int = 0) -> Any:
+def init(model: ModelConfig, training: TrainingConfig, params: dict, first_layer: int = 0) -> dict:
     """Returns the states of params, or of some of their sections.
 
     A random key is folded with the place of its weight: each weight has its own noise, and the same
@@ -83,7 +84,7 @@ def _folded(array, *place):
     return jax.random.key_data(functools.reduce(jax.random.fold_in, place, key))
 
 
-def with_new_keys(array: Any, is_new: np.ndarray) -> Any:
+def with_new_keys(array: np.ndarray | jax.Array, is_new: np.ndarray) -> np.ndarray | jax.Array:
     """Returns an array of a state; where it holds random keys, those of new weights folded with
     their places.
 
@@ -108,12 +109,12 @@ def _weight_shape(axes, param):
 def update(
     model: ModelConfig,
     training: TrainingConfig,
-    gradients: Any,
-    states: Any,
-    params: Any,
-    rates: Any,
-    decays: Any,
-) -> tuple[Any, Any]:
+    gradients: dict,
+    states: ArrayTree,
+    params: dict,
+    rates: ArrayTree,
+    decays: ArrayTree,
+) -> tuple[ArrayTree, ArrayTree]:
     """Returns (updates, which are added to the params; states).
 
     Args:
@@ -130,7 +131,7 @@ def update(
         axes = weight_axes(model, path)
         return update_leaf(training, axes, gradient, state, param, rate, decay, rows)
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     leaves, structure = jax.tree_util.tree_flatten_with_path(gradients)
     columns = (jax.tree.leaves(tree) for tree in (params, rates, decays))
     # A state is a tree of its own under each parameter, so it is cut where the parameters end.
@@ -181,7 +182,7 @@ def update_leaf(
     return step, state
 
 
-def evaluated(model: ModelConfig, training: TrainingConfig, moments: Any, params: Any) -> Any:
+def evaluated(model: ModelConfig, training: TrainingConfig, moments: tuple, params: dict) -> dict:
     """Returns the params that are evaluated and exported: averages, of schedule-free learning.
 
     Args:
@@ -211,7 +212,7 @@ def _averages(model, training, params, states):
 
         return _over_stack(weight_average, axes, param)(param, tuple(state))
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves_and_states = zip(leaves, structure.flatten_up_to(states), strict=True)
     return structure.unflatten(

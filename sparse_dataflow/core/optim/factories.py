@@ -62,7 +62,7 @@ def transformation(training: TrainingConfig, rate: Any, decay: float) -> Any:
     return optax.with_extra_args_support(chain)
 
 
-def averaged(training: TrainingConfig, state: object, weight: object) -> Any:
+def averaged(training: TrainingConfig, state: optax.OptState, weight: jax.Array) -> jax.Array:
     """Returns the weight that schedule-free learning evaluates; other optimizers keep the weight.
 
     Args:
@@ -218,7 +218,7 @@ def _try(name, make):
         )
 
 
-def state_shapes(training: TrainingConfig, shape: tuple[int, ...]) -> Any:
+def state_shapes(training: TrainingConfig, shape: tuple[int, ...]) -> optax.OptState:
     """Returns shapes and dtypes of the state of one float32 matrix or vector of this shape."""
     return jax.eval_shape(
         lambda weight: transformation(training, 0.0, 0.0).init(weight),

@@ -16,11 +16,11 @@ decides as an undisturbed one.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 WINDOW = 128
 """Number of recent accepted losses whose mean and standard deviation bound the next loss."""
@@ -92,12 +92,12 @@ class SpikeHistory:
         candidates = sorted(s for s in saved_steps if s <= before)
         return candidates[max(0, len(candidates) - 1 - self.rollbacks)] if candidates else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Returns the fields as JSON-able values; `from_json` is the exact inverse."""
         return {**dataclasses.asdict(self), "losses": list(self.losses)}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any] | None) -> "SpikeHistory":
+    def from_json(cls, saved: JsonObject | None) -> "SpikeHistory":
         """Returns the history that `to_json` gave; an empty one for None."""
         if saved is None:
             return cls()

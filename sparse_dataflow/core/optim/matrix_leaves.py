@@ -1,9 +1,8 @@
 """Which parameters are matrices, and which of them Muon updates, by what a weight's class says."""
 
-from typing import Any
-
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
     MATRIX,
@@ -44,7 +43,7 @@ def has_muon(model: ModelConfig, path: tuple) -> bool:
     return leaf is not None and leaf.has_muon
 
 
-def without_muon(model: ModelConfig, tree: object, module: str = "") -> Any:
+def without_muon(model: ModelConfig, tree: object, module: str = "") -> ArrayTree:
     """Returns a tree like the params without the leaves that Muon updates."""
     if isinstance(tree, tuple):
         return tuple(without_muon(model, each, module) for each in tree)
@@ -55,7 +54,7 @@ def without_muon(model: ModelConfig, tree: object, module: str = "") -> Any:
     return {name: without_muon(model, tree[name], name) for name in tree if name not in dropped}
 
 
-def update_scales(model: ModelConfig, params: Any, module: str = "") -> Any:
+def update_scales(model: ModelConfig, params: ArrayTree, module: str = "") -> ArrayTree:
     """Returns the factors of Muon's updates, see `Weight.update_scales`, of params or a section.
 
     Returns:
@@ -70,7 +69,7 @@ def update_scales(model: ModelConfig, params: Any, module: str = "") -> Any:
     return {name: tree for name, tree in scales.items() if tree}
 
 
-def scaled(updates: Any, scales: Any) -> Any:
+def scaled(updates: ArrayTree, scales: ArrayTree) -> ArrayTree:
     """Returns updates times the factors of `update_scales`."""
     if isinstance(updates, tuple):
         return tuple(map(scaled, updates, scales or ({},) * len(updates)))

@@ -12,9 +12,12 @@ them. So a device orthogonalises the blocks that it holds, without communication
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_dataflow.core.layouts.layout import Groups, LayoutTables
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.batch import Array
 
 MOMENTUM = 0.95
 """Decay rate of the momentum, which is Nesterov's."""
@@ -55,7 +58,7 @@ class Matrices:
         sides = self.in_blocks // self.groups.in_parts, self.out_blocks // self.groups.out_parts
         return sides[0] * self.unit[-1], sides[1] * self.unit[-1]
 
-    def join(self, stored: Any) -> Any:
+    def join(self, stored: "Array") -> "Array":
         """Returns the matrices [..., inputs, outputs] of a numpy or jax array [..., n, *block].
 
         The axis of the stored blocks becomes two: units, and the groups of a unit.
@@ -65,7 +68,7 @@ class Matrices:
         units = stored.reshape(*stored.shape[:-3], -1, *self.unit)
         return self.groups.join(units, self.in_blocks, self.out_blocks)
 
-    def split(self, matrices: Any) -> Any:
+    def split(self, matrices: "Array") -> "Array":
         """Returns the stored form of what `join` returned."""
         if self.groups is None:
             return matrices
@@ -98,7 +101,7 @@ def with_gradient(momentum: Any, gradient: Any) -> Any:
     return MOMENTUM * momentum + (1 - MOMENTUM) * gradient
 
 
-def update(momentum: Any, gradient: Any, number: Any) -> Any:
+def update(momentum: "Array", gradient: "Array", number: "Array | int") -> "Array":
     """Returns the update of a stack of matrices, before learning rate and weight decay.
 
     The scale of an m x n matrix is RMS sqrt(max(m, n)): an orthogonal one has a root mean square of
@@ -117,7 +120,7 @@ def update(momentum: Any, gradient: Any, number: Any) -> Any:
     return orthogonalize(ahead) * (RMS * math.sqrt(max(momentum.shape[-2:])))
 
 
-def orthogonalize(stack: Any) -> Any:
+def orthogonalize(stack: "Array") -> "Array":
     """Returns the nearest semi-orthogonal matrix of every [m, n] of [..., m, n], roughly.
 
     Newton-Schulz: a matrix of zeros stays zero.

@@ -1,12 +1,11 @@
 """Muon on devices: the matrices of every parameter, and the updates of stacked layers."""
 
-from typing import Any
-
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.core.model.stacks import layout_of_leaf, layouts_by_place
 from sparse_dataflow.core.optim import muon
 
@@ -43,7 +42,7 @@ def matrix_updates(
     return jax.lax.map(update, (momentum, gradient))
 
 
-def matrices_like(model: ModelConfig, params: object, rest: object = ()) -> Any:
+def matrices_like(model: ModelConfig, params: object, rest: object = ()) -> ArrayTree:
     """Returns the matrices of each array of a tree like the params; see `muon.matrices_of`.
 
     Args:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
-from sparse_dataflow.core.model.partition import merged, without_left_out
+from sparse_dataflow.core.model.partition import ArrayTree, merged, without_left_out
 from sparse_dataflow.core.model.stacks import split_layouts
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER
@@ -129,13 +129,13 @@ class NewRowsState(NamedTuple):
     left: Any
 
 
-def with_steps_left(training: "TrainingConfig", moments: Any, step: int = 0) -> Any:
+def with_steps_left(training: "TrainingConfig", moments: tuple, step: int = 0) -> tuple:
     """Returns an optimizer state whose `NewRowsState` is the one after `step` steps of the run."""
     left = np.asarray(max(0, training.new_rows_steps - step), np.int32)
     return tuple(NewRowsState(left) if isinstance(e, NewRowsState) else e for e in moments)
 
 
-def rows_left_alone(training: "TrainingConfig", moments: Any) -> tuple[int, ...] | None:
+def rows_left_alone(training: "TrainingConfig", moments: optax.OptState) -> tuple[int, ...] | None:
     """Returns (first row, number of rows) of the only rows that the next step updates; None if it
     updates all.
 
@@ -230,7 +230,7 @@ def adam_state(moments: optax.OptState) -> Any:
     return next(entry for entry in moments if hasattr(entry, "mu"))
 
 
-def gradient_arrays(moments: optax.OptState, params: object) -> Any:
+def gradient_arrays(moments: optax.OptState, params: dict) -> dict:
     """Returns a tree of arrays, or shapes, like the gradients of a micro-batch."""
     return next((entry.mu for entry in moments if hasattr(entry, "mu")), params)
 
@@ -355,10 +355,10 @@ class TrainState(NamedTuple):
     """
 
     step: Any
-    params: Any
-    moments: Any
+    params: dict
+    moments: optax.OptState
     key: Any
-    rest: Any = ()
+    rest: ArrayTree = ()
 
     @property
     def merged(self) -> dict:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -41,7 +41,7 @@ def batch_sums(programs: Compiled, state: TrainState, batches: Iterable[Batch]) 
 
 def losses(
     data: TrainingData,
-    windows: Callable[[Any], tuple[EvalBatches, int]],
+    windows: Callable[[TrainingData | HeldOut], tuple[EvalBatches, int]],
     measure: Callable[[EvalBatches], list[BatchSums]],
     masked: bool = False,
 ) -> dict[str, float]:

@@ -9,7 +9,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from sparse_dataflow.core.training.loop import Hook, StepDone, Trainer
 from sparse_dataflow.core.training.phases import phase_before
 from sparse_dataflow.core.training.programs import convert_state, evolve_layouts
 from sparse_dataflow.core.training.transitions import Change, change_model, host_masks
+from sparse_dataflow.files.json_files import JsonObject
 
 
 class Evolve(Hook):
@@ -152,10 +152,10 @@ class SkipSpikes(Hook):
         say(f"{trainer.name:>6}: {text}")
         trainer.alert("rollback", text)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonObject:
         return {"spikes": self._history.to_json()}
 
-    def restore(self, extra: Mapping[str, Any]) -> None:
+    def restore(self, extra: JsonObject) -> None:
         self._history = SpikeHistory.from_json(extra.get("spikes"))
 
 

@@ -1,8 +1,7 @@
 """How many steps a training has, as planned or as its seconds turn out to allow."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Length:
         return dataclasses.replace(self, revisions=(*self.revisions, (step, max(step, total))))
 
     @classmethod
-    def from_json(cls, planned: int, saved: Any) -> "Length":
+    def from_json(cls, planned: int, saved: Iterable[tuple[int, int]] | None) -> "Length":
         """Returns the length of a checkpoint, whose revisions are not trusted.
 
         Raises:

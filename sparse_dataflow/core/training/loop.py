@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -51,6 +51,7 @@ from sparse_dataflow.core.training.saved_state import (
 from sparse_dataflow.core.training.step import initial_state
 from sparse_dataflow.files import storage
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.files.json_files import JsonObject
 
 
 class DivergedError(UserError):
@@ -74,7 +75,7 @@ class StepDone:
     report: StepReport
     rate: float
     seconds: float
-    params: Any = None
+    params: dict | None = None
     limit: np.float32 | None = None
 
     @functools.cached_property
@@ -140,11 +141,11 @@ class Hook:
         """Returns whether it saves after that step, besides the last one, in every run."""
         return False
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> JsonObject:
         """Returns what a checkpoint must remember, as JSON values by name."""
         return {}
 
-    def restore(self, extra: Mapping[str, object]) -> None:
+    def restore(self, extra: JsonObject) -> None:
         """Takes over the values of a checkpoint, which are not trusted.
 
         Raises:
@@ -279,7 +280,7 @@ class Trainer:
     def _restore(self, planned):
         """Returns (state of the newest checkpoint or None, progress at that step), with the hooks
         as they were."""
-        extra: Any = None
+        extra: JsonObject = {}
 
         def abstract_state(step, saved):
             nonlocal extra
@@ -390,9 +391,7 @@ class Trainer:
         for hook in self._hooks:
             hook.after_step(self, done)
 
-    def write(
-        self, kind: str, values: Mapping[str, Any], step: int | None = None
-    ) -> dict[str, Any]:
+    def write(self, kind: str, values: Mapping[str, object], step: int | None = None) -> JsonObject:
         """Writes a row of metrics, of this step if None; returns it."""
         counters = {"tokens": self.tokens, "seconds": self.seconds}
         row = {"kind": kind, "step": self.step if step is None else step, **counters, **values}
@@ -473,7 +472,7 @@ class Trainer:
             self._refuse(broken)
         last = self.last_evaluation
         metric = last["bits_per_byte"] if last and last["step"] == self.step else None
-        extra: dict[str, Any] = {
+        extra: JsonObject = {
             "seconds": self.seconds,
             "data_position": self.step,
             "bits_per_byte": metric,

@@ -66,7 +66,7 @@ class TrainBatches(Protocol):
         """Yields the batches from a step on, without end."""
         ...
 
-    def positions(self, step: int) -> Any:
+    def positions(self, step: int) -> object:
         """Returns what a checkpoint stores besides the step; None for nothing."""
 
     def resume(self, positions: object) -> None:

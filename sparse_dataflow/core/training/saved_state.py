@@ -14,7 +14,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.evolution import METHODS
 from sparse_dataflow.core.model import stacks
-from sparse_dataflow.core.model.partition import legal, merged
+from sparse_dataflow.core.model.partition import ArrayTree, legal, merged
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.training.length import Length
 from sparse_dataflow.core.training.phases import Phase, phase_before, with_starts, with_stop
@@ -22,7 +22,7 @@ from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, json_files.JsonObject] = {
     part: {
         field.name: field.default
         for field in dataclasses.fields(config)
@@ -72,7 +72,7 @@ def _without_free_settings(saved):
 
 def identity(
     model: ModelConfig, training: TrainingConfig, evolution: EvolutionConfig, tokenizer_hash: str
-) -> dict[str, Any]:
+) -> json_files.JsonObject:
     """Returns the config that a checkpoint stores and that restoring compares, JSON-able.
 
     It has no setting that does not change results: remat, and defaults for those of _READ_WITH and
@@ -93,7 +93,7 @@ def identity(
     )
 
 
-def completed(saved: Mapping[str, object]) -> dict[str, Any]:
+def completed(saved: Mapping[str, object]) -> json_files.JsonObject:
     """Returns the `identity` of a checkpoint, with defaults for settings that are younger than it,
     and without settings that were removed since.
 
@@ -124,7 +124,7 @@ class FrozenBase:
       read: returns `TrainState.rest`.
     """
 
-    source: Mapping[str, Any]
+    source: Mapping[str, object]
     read: Callable[[], dict]
 
 
@@ -138,11 +138,11 @@ class SavedState(NamedTuple):
     """
 
     step: Any
-    params: Any
-    moments: Any
-    tables: Any
+    params: dict
+    moments: ArrayTree
+    tables: ArrayTree
     key: Any
-    frozen: Any = ()
+    frozen: ArrayTree = ()
 
     @classmethod
     def of(cls, state: TrainState, has_base: bool = False) -> "SavedState":
@@ -181,7 +181,7 @@ class SavedProgress:
 
     seconds: float
     phases: tuple[Phase, ...]
-    positions: Any = None
+    positions: object = None
     length: Length | None = None
 
     @classmethod

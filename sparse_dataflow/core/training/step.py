@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def _draw(model, training, executor):
 
     def draw():
         init_key, key = jax.random.split(jax.random.key(training.seed))
-        params: Any = gpt.init(model, init_key)
+        params = gpt.init(model, init_key)
         params, rest = trained_and_rest(model, params, training.frozen_scale)
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(params)
         return TrainState(step, params, moments, key, rest)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.sharded import put_global
 from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.partition import ArrayTree
 from sparse_dataflow.core.model.stacks import split_layouts, weights_of
 from sparse_dataflow.core.training import cost
 
@@ -30,9 +30,9 @@ class Teacher:
     """
 
     model: ModelConfig
-    params: Any
-    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    _placed: dict[Executor, Any] = dataclasses.field(default_factory=dict, repr=False)
+    params: dict
+    source: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    _placed: dict[Executor, ArrayTree] = dataclasses.field(default_factory=dict, repr=False)
 
     def flops_per_token(self, sequence: int) -> float:
         """Returns the FLOPs of the forward pass for one token of a sequence of this length."""

@@ -149,7 +149,7 @@ def _with_layouts(state, model, layouts):
     return state._replace(rest=stacks.with_layouts(model, state.rest, layouts))
 
 
-def host_masks(model: ModelConfig, rest: Any) -> dict[str, np.ndarray]:
+def host_masks(model: ModelConfig, rest: stacks.ArrayTree) -> dict[str, np.ndarray]:
     """Returns masked projection -> bool [layers, in, out] of `TrainState.rest`, in numpy."""
     groups = split_groups((rest or {}).get("blocks", {}))
     names = [name for name in model.masked_projections if name in groups[0]]  # Not of experts.
@@ -188,7 +188,7 @@ def change_model(
     new: ModelConfig,
     batches: Batches = (),
     *,
-    given: Mapping[str, Sequence[Any]] | None = None,
+    given: Mapping[str, Sequence[object]] | None = None,
 ) -> TrainState:
     """Returns a state of model `old` as a state of model `new`; it must not be used again.
 
@@ -251,7 +251,7 @@ def _untied(state, model):
     return after.with_layouts_of(state)
 
 
-def copied_blocks(shared: object, layers: int, scale: float = 1.0) -> Any:
+def copied_blocks(shared: object, layers: int, scale: float = 1.0) -> stacks.ArrayTree:
     """Returns every leaf [1, ...] of a shared block, times `scale`, as [layers, ...]."""
 
     def copied(leaf):
@@ -313,11 +313,11 @@ class _Place:
     group: int
     layers: range
 
-    def module(self, params: dict) -> dict[str, Any]:
+    def module(self, params: dict) -> dict:
         """Returns the projection's leaves, stacked over the layers."""
         return split_groups(params["blocks"])[self.group][self.name]
 
-    def with_module(self, params: dict, module: dict[str, Any]) -> dict:
+    def with_module(self, params: dict, module: dict) -> dict:
         """Returns the params with the projection's leaves replaced."""
         blocks = list(split_groups(params["blocks"]))
         blocks[self.group] = {**blocks[self.group], self.name: module}

@@ -27,6 +27,7 @@ from sparse_dataflow.core.config.projections import (
 from sparse_dataflow.files.errors import UserError
 
 if TYPE_CHECKING:
+    from sparse_dataflow.core.batch import Array
     from sparse_dataflow.core.config.model import ModelConfig
 
 MATRIX, VECTOR, SCALE, NUMBER, TABLE = "matrix", "vector", "scale", "number", "table"
@@ -139,7 +140,7 @@ class Weight:
     # Numpy arrays leave `x @ w` to the weight.
     __array_ufunc__ = None
 
-    def __rmatmul__(self, x: object) -> Any:
+    def __rmatmul__(self, x: "Array") -> Any:
         """Returns x W: [..., in] -> [..., out], in the dtype of x."""
         raise NotImplementedError
 
@@ -154,11 +155,11 @@ class Weight:
         features, one by one; (1, 0) if they take all features in their order."""
         return 1, 0
 
-    def times_zeros(self, x: object) -> Any:
+    def times_zeros(self, x: "Array") -> "Array":
         """Returns `x @ self` for an x with many zeros, which a kind may skip."""
         return x @ self
 
-    def expert_products(self, x: object, tiles: object) -> Any:
+    def expert_products(self, x: "Array", tiles: "Array") -> "Array":
         """Multiplies the rows of each expert with its weight, [experts, ...] of a stack.
 
         Args:
@@ -170,11 +171,11 @@ class Weight:
         """
         raise NotImplementedError
 
-    def dense(self) -> Any:
+    def dense(self) -> "Array":
         """Returns W, [..., in, out], of concrete layouts."""
         raise NotImplementedError
 
-    def columns(self, outputs: Any) -> Any:
+    def columns(self, outputs: Any) -> "Array":
         """Returns the weights of some outputs, [len(outputs), in]."""
         return self.dense()[..., outputs].T
 
@@ -195,7 +196,7 @@ class Weight:
         return cls
 
     @classmethod
-    def project(cls, arrays: Mapping[str, object]) -> dict[str, Any]:
+    def project(cls, arrays: Mapping[str, "Array"]) -> "dict[str, Array]":
         """Returns the trained arrays that an update may have made illegal, as legal ones; {} for a
         kind whose every value is legal.
 
@@ -266,9 +267,9 @@ class Weight:
         spec: LinearSpec,
         sides: tuple[int, int],
         gain: float,
-        normal: Callable[[tuple[int, ...], float], Any],
+        normal: "Callable[[tuple[int, ...], float], Array]",
         layout: object = None,
-    ) -> dict[str, Any]:
+    ) -> "dict[str, Array]":
         """Returns new arrays, whose outputs have the variance gain² for inputs of variance 1.
 
         Args:
@@ -299,7 +300,7 @@ class Weight:
         return matrix[0]
 
     @classmethod
-    def update_scales(cls, params: Mapping[str, object]) -> dict[str, Any]:
+    def update_scales(cls, params: Mapping[str, "Array"]) -> "dict[str, Array]":
         """Returns factors of Muon's updates by array, [..., 1, 1], so that W moves as a dense one
         does; {} for none.  Takes numpy and jax arrays, before the update."""
         return {}
@@ -338,7 +339,7 @@ class Wrapper(Weight):
 
     base: Weight
 
-    def dense(self) -> Any:
+    def dense(self) -> "Array":
         """See `Weight`; W of the base, where the wrapper does not change it."""
         return self.base.dense()
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_dataflow.core.weights.dense import Dense
 from sparse_dataflow.core.weights.kind import (
@@ -15,6 +15,9 @@ from sparse_dataflow.core.weights.kind import (
     register,
     register_term,
 )
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.batch import Array
 
 RANK_MULTIPLE = 8
 """Ranks of at least 16 times this are multiples of it, which matrix units prefer.  The stored
@@ -39,7 +42,7 @@ class LowRank(Weight):
     is_pattern = True
     offers = frozenset({"feature_axis", "tensor_axis"})
 
-    a_factor: Any = dataclasses.field(
+    a_factor: "Array" = dataclasses.field(
         metadata={
             LEAF: Leaf(
                 MATRIX,
@@ -50,7 +53,7 @@ class LowRank(Weight):
             )
         }
     )
-    b_factor: Any = dataclasses.field(
+    b_factor: "Array" = dataclasses.field(
         metadata={
             LEAF: Leaf(
                 MATRIX,
@@ -156,14 +159,14 @@ class PlusLowRank(Wrapper):
     """
 
     base: Weight
-    a_kernel: Any = dataclasses.field(
+    a_kernel: "Array" = dataclasses.field(
         metadata={
             LEAF: Leaf(
                 MATRIX, columns=(("feature", "fsdp"),), rows=(("tensor",), ("fsdp",)), input_dim=0
             )
         }
     )
-    b_kernel: Any = dataclasses.field(
+    b_kernel: "Array" = dataclasses.field(
         metadata={
             LEAF: Leaf(
                 MATRIX,
@@ -203,7 +206,7 @@ class PlusLowRank(Wrapper):
         return self.base.dense() + self.gate[..., None, None] * (self.a_kernel @ self.b_kernel)
 
 
-def spectral_bound(stack: Any) -> Any:
+def spectral_bound(stack: "Array") -> "Array":
     """Returns an upper bound of the largest singular value of every [m, n] of [..., m, n].
 
     Returns:

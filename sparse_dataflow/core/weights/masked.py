@@ -11,7 +11,7 @@ neighbouring ones (`LinearSpec.span`; 4 with density 1/2 is 2 of 4).
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from sparse_dataflow.core.weights.kind import (
     register,
 )
 from sparse_dataflow.files.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.batch import Array
 
 MASK = dataclasses.replace(KERNEL, role=TABLE, has_muon=False)
 """Which entries of a kernel count; it is cut as the kernel is."""
@@ -51,8 +54,8 @@ class Masked(Weight):
         "frozen_int8", "turned_dense", "widths",
     }  # fmt: skip
 
-    kernel: Any = dataclasses.field(metadata={LEAF: KERNEL})
-    mask: Any = dataclasses.field(metadata={LEAF: MASK})
+    kernel: "Array" = dataclasses.field(metadata={LEAF: KERNEL})
+    mask: "Array" = dataclasses.field(metadata={LEAF: MASK})
     precision: str = dataclasses.field(default=PRECISIONS[0], metadata=METADATA)
 
     def as_dense(self) -> Dense:
@@ -138,7 +141,7 @@ class Masked(Weight):
         return f"{sides[0]}x{sides[1]}", f"{spec.density:.4g}", _units(spec)
 
     @classmethod
-    def scores(cls, magnitudes: Any, spec: Any) -> Any:
+    def scores(cls, magnitudes: "Array", spec: LinearSpec) -> "Array":
         """Returns the sums of squares of the blocks: [..., in, out] -> [..., blocks, blocks]."""
         *stack, inputs, outputs = magnitudes.shape
         rows, columns = spec.block_sides
@@ -152,24 +155,24 @@ class Masked(Weight):
         return sides[0] // rows, sides[1] // columns
 
     @classmethod
-    def block_mask(cls, mask: Any, spec: LinearSpec) -> Any:
+    def block_mask(cls, mask: "Array", spec: LinearSpec) -> "Array":
         """Returns a mask by blocks: [..., in, out] -> [..., in_blocks, out_blocks]."""
         rows, columns = spec.block_sides
         return mask[..., ::rows, ::columns]
 
     @classmethod
-    def entry_mask(cls, blocks: Any, spec: LinearSpec) -> Any:
+    def entry_mask(cls, blocks: "Array", spec: LinearSpec) -> "Array":
         """Returns a mask by entries: [..., in_blocks, out_blocks] -> [..., in, out]."""
         rows, columns = spec.block_sides
         return blocks.repeat(rows, axis=-2).repeat(columns, axis=-1)
 
     @classmethod
-    def gradient_scores(cls, gradients: Mapping[str, object], spec: object) -> Any:
+    def gradient_scores(cls, gradients: Mapping[str, "Array"], spec: LinearSpec) -> "Array":
         """Returns the `scores` of gradients by the names of arrays."""
         return cls.scores(gradients["kernel"], spec)
 
     @classmethod
-    def per_span(cls, spec: Any, inputs: int) -> tuple[int, int]:
+    def per_span(cls, spec: LinearSpec, inputs: int) -> tuple[int, int]:
         """Returns the input blocks of a span, and how many of them each output stores.
 
         Args:
@@ -179,7 +182,7 @@ class Masked(Weight):
         return span, max(1, round(span * spec.density))
 
     @classmethod
-    def best(cls, scores: Any, spec: Any, allowed: Any = None) -> Any:
+    def best(cls, scores: "Array", spec: LinearSpec, allowed: "Array | None" = None) -> "Array":
         """Returns the mask of the blocks with the largest scores.
 
         Args:
@@ -202,8 +205,8 @@ class Masked(Weight):
 
     @classmethod
     def exchanged(
-        cls, mask: Any, norms: Any, growth: Any, spec: Any, count: Any, gain: float
-    ) -> Any:
+        cls, mask: Any, norms: Any, growth: Any, spec: LinearSpec, count: Any, gain: float
+    ) -> "Array":
         """Returns the mask after the best exchanges of a stored for an absent block.
 
         A pair is of one output and span.  As in `layouts.evolution.exchange`, it gains the growth

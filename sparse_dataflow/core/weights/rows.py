@@ -4,7 +4,6 @@ They are in large pages, from which a processor reads faster.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +35,10 @@ class Rows(Weight):
       scale: float32 [groups * width], of int8 values; None for none.
     """
 
-    values: Any
+    values: jax.Array
     outputs: int = dataclasses.field(metadata=METADATA)
-    inputs: Any = None
-    scale: Any = None
+    inputs: jax.Array | None = None
+    scale: jax.Array | None = None
 
     def __rmatmul__(self, x):
         y = row_matmul(x.reshape(-1, x.shape[-1]), self.values, self.inputs, self.scale)

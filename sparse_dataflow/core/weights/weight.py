@@ -103,7 +103,7 @@ class Probed(Wrapper):
     """
 
     base: Weight
-    norms: Any
+    norms: jax.Array
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata=METADATA)
     sum_copies: "SumCopies | None" = dataclasses.field(default=None, metadata=METADATA)
 
@@ -128,7 +128,7 @@ class WithDenseGradient(Wrapper):
     """
 
     base: Weight
-    zeros: Any
+    zeros: jax.Array
 
     def __rmatmul__(self, x):
         from sparse_dataflow.core.weights.gradient_norms import with_dense_gradient

@@ -15,7 +15,6 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import lm_eval.tasks
 import lm_eval.utils
@@ -199,7 +198,7 @@ class _Environment:
 class _Expressions:
     """What lm-eval searches with in the place of the module `re`."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(re, name)  # Flags, and what runs no expression.
 
     compile = staticmethod(template_sandbox.Regex)

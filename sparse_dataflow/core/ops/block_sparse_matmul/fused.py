@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -21,7 +20,7 @@ class Options:
     """
 
     activation: str | None
-    tuning: Any
+    tuning: object
     out_features: int
 
 
