@@ -21,6 +21,7 @@ from sparse_dataflow.core.config.attention_settings import (
 from sparse_dataflow.core.config.layer_groups import mean_multiplier, with_densest_layers
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import PROJECTIONS
+from sparse_dataflow.core.config.sparsity import GROUPED_PATTERNS
 from sparse_dataflow.core.config.training import BUILT_IN, TrainingConfig
 from sparse_dataflow.core.training.cost import (
     DTYPE_BYTES,
@@ -300,9 +301,11 @@ def activation_bytes(
 
 
 def has_one_op_mlp(config: ModelConfig) -> bool:
-    """Returns whether a block-sparse MLP is one op (`model.mlp`), which on a TPU has the hidden
-    features on the chip.  Gated MLPs are not counted."""
-    return config.has_fused_mlp and not (config.gated_mlp or config.experts)
+    """Returns whether a block-sparse MLP is one op (`model.mlp`) of equal groups: on a TPU the
+    hidden features are on the chip.  Gated MLPs are not counted."""
+    patterns = {config.linear(name).pattern for name in ("mlp_in", "mlp_out")}
+    plain = not (config.gated_mlp or config.experts)
+    return config.has_fused_mlp and plain and patterns <= {*GROUPED_PATTERNS}
 
 
 WIDEST_HEAD = 256

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from jax.experimental.pallas import tpu as pltpu
 
@@ -30,30 +30,22 @@ class StreamTiles:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTiles:
-    """Tiles of a kernel that streams weights past token tiles.
+class ProductTiles:
+    """Tiles of `y = xW` or `dx = dy Wᵀ`, whose kernel streams weights past token tiles.
 
     Attributes:
-      tokens: tokens of a tile, whose whole operand rows, or hidden activations, are in VMEM; each
-        weight is read once per token tile.
+      tokens: tokens of a tile, whose whole operand rows are in VMEM; each weight is read once per
+        token tile.
       buffers: 2 to copy the next token tile during compute, 1 to hold only one in VMEM.
       rows: tokens of one dot.
       lines: tile columns of the result in one grid step.
+      stream: of the weight.
     """
 
     tokens: int
     buffers: int
     rows: int
     lines: int
-
-
-Tiles = TypeVar("Tiles", bound=RowTiles)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductTiles(RowTiles):
-    """Tiles of `y = xW` or `dx = dy Wᵀ`, and of the weight's stream."""
-
     stream: StreamTiles
 
 
@@ -145,8 +137,8 @@ def sublanes(itemsize: int) -> int:
 
 
 def largest(
-    tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int], Tiles | None]
-) -> Tiles | None:
+    tokens: int, itemsize: int, cores: int, fitting: Callable[[int, int], ProductTiles | None]
+) -> ProductTiles | None:
     """Return the tiles of the largest token tile that fits; None if none fits.
 
     Two buffers overlap the copy of the next token tile with compute.  If they allow fewer than

@@ -35,13 +35,13 @@ class Operands(NamedTuple):
       activation: name of a fused one in `config.activations`.
     """
 
-    x: Any
-    values_in: Any
+    x: jax.Array
+    values_in: jax.Array
     bias_in: Any
-    values_out: Any
+    values_out: jax.Array
     tables_in: LayoutTables
     tables_out: LayoutTables
-    values_gate: Any = None
+    values_gate: jax.Array | None = None
     activation: str = "gelu"
 
     @property
@@ -114,9 +114,9 @@ def sparse_mlp(
       layout_in: of W_in; see `block_sparse_matmul`.
       layout_out: of W_out.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform and layouts.
-        "products" runs two block-sparse matmuls; "pallas_tpu_grouped" and "pallas_tpu" keep the
-        hidden layer in VMEM, of equal groups and where that is faster; "pallas_hopper" fuses the
-        activation and its derivative into the products; "xla_static" runs group by group, of
+        "products" runs two block-sparse matmuls; "pallas_tpu_grouped" keeps the hidden layer of
+        equal groups in VMEM; "pallas_tpu" and "pallas_hopper" fuse the activation and its
+        derivative into the products; "xla_static" runs group by group, of
         concrete tables whose groups of W_out each read the hidden features of one group of W_in.
       tuning: tile sizes of a named implementation, or None for its heuristic's.
       activation: name of a fused one in `config.activations`.
