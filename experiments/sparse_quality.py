@@ -47,6 +47,9 @@ TO_DENSE_HALF = RANDOM | TO_DENSE | {"training_flops": 0.5}
 EXPERTS = {"model.experts": 8, "model.top_k": 2}
 AS_ACTIVE, AS_STORED = EXPERTS | {"model.d_ff": 1 / 2}, EXPERTS | {"model.d_ff": 1 / 8}
 DENSE = {"sparsity.projections": ()}
+# A model of a quarter of the weights, which helps the beginning of the dense one.
+SMALL = DENSE | {"model.num_layers": 1, "model.d_ff": 1 / 4}
+FIRST = {"training.teacher_weight": 0.5, "training.teacher_first": 0.3}
 ATTENTION_FIRST = {"evolution.first": ("qkv", "attn_out")}
 
 ARMS = {
@@ -72,6 +75,9 @@ ARMS = {
     "rigl_low_rank": RANDOM | RIGL | LOW_RANK,
     "gradual": GRADUAL,
     "distilled": MONARCH | {"training.teacher": "dense"},
+    "small": SMALL,
+    "inherited": DENSE | {"training.teacher": "small"} | FIRST,
+    "small_throughout": DENSE | {"training.teacher": "small"},
     "sparse_to_dense_half": TO_DENSE_HALF,
     "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,
     "attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST,

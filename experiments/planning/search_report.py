@@ -3,14 +3,14 @@
 import dataclasses
 from pathlib import Path
 
-from sparse_dataflow.commands.planning import launching, plan_rows, search_table, verify
+from sparse_dataflow.commands.planning import launching, plan_rows, search_table
 from sparse_dataflow.files import folders, output
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import chips, machines
 from sparse_dataflow.planner import bands, plan_memory, search, step_time
 from sparse_dataflow.planner.memory import USABLE
 
-from . import search_page
+from . import search_page, verify
 
 SCALING = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of chips of the scaling curve, relative to those of the request."""

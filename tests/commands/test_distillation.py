@@ -6,6 +6,8 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparse_dataflow.commands.train import train
 from sparse_dataflow.core.batch import Batch
@@ -22,6 +24,7 @@ from sparse_dataflow.core.training.phases import run_flops
 from sparse_dataflow.core.training.teacher import Teacher
 from sparse_dataflow.evaluation.run_files import read_record
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.monitoring.metrics import read_metrics
 from sparse_dataflow.runs.run_config import preset
 from sparse_dataflow.runs.variants import variants
 
@@ -106,6 +109,67 @@ def test_a_twin_has_no_teacher():
     assert [v.training.teacher for v in variants(config)] == ["folder", ""]
 
 
+@given(st.integers(1, 50), st.floats(0.01, 0.99), st.floats(0.1, 1.0))
+def test_the_weight_of_a_first_teacher_falls_linearly_to_zero(steps, first, weight):
+    training = TrainingConfig(steps, teacher="folder", teacher_weight=weight, teacher_first=first)
+    shares = [training.teacher_share(step) for step in range(steps)]
+    expected = np.interp(range(steps), [0, first * steps], [1, 0])
+    np.testing.assert_allclose(shares, expected, atol=1e-9)
+    whole_training = dataclasses.replace(training, teacher_first=0.0)
+    assert {whole_training.teacher_share(step) for step in range(steps)} == {1.0}
+
+
+def test_a_teacher_without_weight_is_not_run_and_leaves_the_loss_of_the_next_tokens():
+    params = gpt.init(MODEL, jax.random.key(0))
+    training = TrainingConfig(4, 4, 8, teacher="folder", teacher_weight=0.5)
+    batch = Batch.from_windows(TOKENS).weighted()
+    teach = Teacher(MODEL, gpt.init(MODEL, jax.random.key(1))).program(
+        MODEL, SINGLE_DEVICE, batch, training
+    )
+    first = teach(batch, 0.5)
+    assert first.teacher[1] == 0.25
+    other = dataclasses.replace(batch, tokens=batch.tokens[::-1].copy())
+    last = teach(other, 0.0)
+    assert last.teacher_hidden is first.teacher_hidden  # Those of the batch before.
+    losses = [
+        whole.loss_and_gradients(MODEL, params, (), each)[0]["loss"].number()
+        for each in (last, other)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert not np.array_equal(teach(other, 0.1).teacher_hidden, first.teacher_hidden)
+
+
+def test_a_run_has_the_teacher_in_its_first_steps_and_counts_the_flops_of_these(teacher, tmp_path):
+    """The loss of a step without weight is that of the next tokens, after equal steps before."""
+    changes = {"training__teacher": str(teacher), "training__teacher_first": 0.25}
+    config = SMALL.change(run__out=str(tmp_path / "first"), **changes)
+    runs = {"first": train(config, texts=TEXTS)}
+    plain = SMALL.change(run__out=str(tmp_path / "plain"))
+    runs["plain"] = train(plain, texts=TEXTS)
+    longer = config.change(run__out=str(tmp_path / "longer"), training__teacher_first=0.0)
+    runs["longer"] = train(longer, texts=TEXTS)
+    losses = {
+        name: [
+            row["loss"]
+            for row in read_metrics(run.folder / "sparse" / "metrics.jsonl")
+            if row["kind"] == "train"
+        ]
+        for name, run in runs.items()
+    }
+    # The weight is 1/2 in the first step and 0 in the others; the first update is nearly equal.
+    assert losses["first"][0] == losses["longer"][0] != losses["plain"][0]
+    assert losses["first"][1] == pytest.approx(losses["plain"][1], rel=1e-2)
+    [variant] = variants(config, runs["first"].model().tokenizer.vocab_size)
+    dense = dataclasses.replace(variant.model, linears={})
+    plan = variant.model, variant.evolution
+    forward = Teacher(dense, {})
+    extra = [
+        run_flops(*plan, v.training, forward) - run_flops(*plan, v.training)
+        for v in (variant, *variants(longer, variant.model.vocab_size))
+    ]
+    assert extra[0] == pytest.approx(extra[1] / 4)
+
+
 @pytest.mark.slow
 def test_a_student_of_itself_has_no_divergence():
     """The loss is then (1 - weight) times that of the next tokens, whatever the micro-batches."""
@@ -122,7 +186,7 @@ def test_a_student_of_itself_has_no_divergence():
     for executor, micro_batches in ((SINGLE_DEVICE, 2), (Sharded(mesh), 1)):
         training = TrainingConfig(1, 4, 8, micro_batches, teacher="folder", teacher_weight=0.25)
         batch = Batch.from_windows(TOKENS)
-        batch = Teacher(MODEL, params).program(MODEL, executor, batch, training)(batch)
+        batch = Teacher(MODEL, params).program(MODEL, executor, batch, training)(batch, 1.0)
         how = whole.Accumulation(micro_batches)
         loss, gradient = jax.jit(executor.loss_and_gradients, static_argnums=(0, 4))(
             MODEL, params, (), batch, how

@@ -74,6 +74,7 @@ class TrainingConfig(Readable):
       adapter_rank: adapters are explained in `model.adapters`, also for prompt_vectors.
       teacher: the loss is (1 - teacher_weight) times that of the next tokens, plus teacher_weight
         times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
+      teacher_first: knowledge inheritance from a smaller teacher (CPM-2, arXiv 2106.10715).
     """
 
     steps: int = setting(
@@ -224,6 +225,12 @@ class TrainingConfig(Readable):
         "tokens.",
         legal=A_FRACTION,
     )
+    teacher_first: float = setting(
+        0.0,
+        "Fraction of the steps, at the start, in which training.teacher_weight falls linearly to "
+        "0; 0 keeps it.",
+        legal=A_SHARE,
+    )
     seed: int = setting(
         0, "Draws the weights, data order and patterns.", legal=between(0, 2**32 - 1)
     )
@@ -301,6 +308,12 @@ class TrainingConfig(Readable):
     def new_rows_steps(self) -> int:
         """Steps in which `new_rows` alone are trained; 0 without such rows."""
         return round(self.new_rows_first * self.steps) if self.new_rows else 0
+
+    def teacher_share(self, step: float) -> float:
+        """Returns the factor of `teacher_weight` in a step (from 0)."""
+        if not self.teacher_first:
+            return 1.0
+        return max(0.0, 1 - step / (self.teacher_first * self.steps))
 
     @property
     def freezes(self) -> bool:

@@ -233,18 +233,18 @@ class Block(Mlp):
         B, T, _ = x_BxTxD.shape
         width, group = self.config.head_width, self.config.num_heads // self.config.kv_heads
         if not self.config.fused_qkv:
-            parts = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
-            return [part.reshape(B, T, -1, width) for part in parts]
+            heads = [getattr(self, name)(x_BxTxD, shard.reduce_features) for name in "qkv"]
+            return [rows.reshape(B, T, -1, width) for rows in heads]
         qkv = self.qkv.product(x_BxTxD, shard.reduce_features)
         if dispatch.on(platforms.HEADS_KERNEL):
             tiled = importlib.import_module("sparse_dataflow.chips.tpu.heads")
-            if parts := tiled.split(self.qkv.bias, qkv, group, width):
-                return parts
+            if heads := tiled.split(self.qkv.bias, qkv, group, width):
+                return heads
         qkv = self.qkv.plus_bias(qkv).reshape(B, T, -1, group + 2, width)
         if group == 1:
             if dispatch.on(platforms.JOINED_SPLITS):
                 # The gradient of a split joins its parts in one copy.
-                return [part[:, :, :, 0] for part in lax.split(qkv, (1, 1, 1), axis=3)]
+                return [rows[:, :, :, 0] for rows in lax.split(qkv, (1, 1, 1), axis=3)]
             # [B, T, heads, (query, key, value), K]: three arrays along the axis of the parts.
             return jnp.moveaxis(qkv, 3, 0)
         # [B, T, kv heads, (queries..., key, value), K].

@@ -376,9 +376,10 @@ class Trainer:
         limit = min(limits, default=None)
         with self.clock.during("step"):
             start = time.perf_counter()
-            # On the host: the rate is an argument, so no schedule recompiles the step.
-            rate = learning_rate_schedule(self.training)(self.length.schedule_step(self.step))
-            self.state, report = run_step(self.programs, self.state, batch, rate, limit)
+            # On the host: rate and share are arguments, so no schedule recompiles the step.
+            at = self.length.schedule_step(self.step)
+            rate, share = learning_rate_schedule(self.training)(at), self.training.teacher_share(at)
+            self.state, report = run_step(self.programs, self.state, batch, rate, limit, share)
             # Waits for the step, so that its seconds are those of the device.
             report = jax.device_get(report)
             elapsed = time.perf_counter() - start

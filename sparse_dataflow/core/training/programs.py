@@ -141,7 +141,7 @@ class TrainingData:
     teacher: Teacher | None = None
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _unchanged(batch: Batch, teacher_share: float) -> Batch:
     return batch
 
 
@@ -166,7 +166,7 @@ class Compiled:
         executor that stores states itself, else None.
       timeline: () -> spans of the last step; none if the executor records none.
       close: () -> None; releases what `start_state` holds, for another run of this process.
-      teach: batch -> batch with what a teacher says of it.
+      teach: (batch, `TrainingConfig.teacher_share`) -> batch with what a teacher says of it.
     """
 
     train_step: Callable
@@ -178,7 +178,7 @@ class Compiled:
     start_state: Callable | None = None
     timeline: Callable = lambda: ()
     close: Callable = lambda: None
-    teach: Callable[[Batch], Batch] = _unchanged
+    teach: Callable[[Batch, float], Batch] = _unchanged
 
     def rest(self, state: TrainState) -> Any:
         """Returns what is not trained, as the programs take it."""
@@ -242,7 +242,7 @@ def _compile(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
     batch = executor.put(data.train.example, data.train.batch_size)
-    teach: Callable[[Batch], Batch] = _unchanged
+    teach: Callable[[Batch, float], Batch] = _unchanged
     if training.teacher:
         if data.teacher is None:
             raise UserError(
@@ -264,7 +264,7 @@ def _compile(phase, training, data, executor):
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
-    arguments = _step_arguments(teach(batch), 0.0, no_loss_limit(training))
+    arguments = _step_arguments(teach(batch, 1.0), 0.0, no_loss_limit(training))
     return Compiled(
         # What is not trained is an argument of its own: the state is donated, and masks and layouts
         # are used again.
@@ -344,6 +344,7 @@ def run_step(
     batch: Batch,
     learning_rate: float,
     limit=None,
+    teacher_share: float = 1.0,
 ) -> tuple[TrainState, StepReport]:
     """Runs one training step.
 
@@ -352,9 +353,10 @@ def run_step(
       state: as placed by the executor, with canonical layouts; donated but for its rest.
       batch: as put by the executor.
       limit: highest accepted loss; None if the programs were compiled without a limit.
+      teacher_share: see `TrainingConfig`.
     """
     rest = programs.rest(state)
-    arguments = _step_arguments(programs.teach(batch), learning_rate, limit)
+    arguments = _step_arguments(programs.teach(batch, teacher_share), learning_rate, limit)
     after, report = programs.train_step(state._replace(rest=()), rest, *arguments)
     return after._replace(rest=state.rest), report
 

@@ -36,6 +36,7 @@ _DEFAULTS: dict[str, json_files.JsonObject] = {
 }
 _READ_WITH = {
     "teacher_weight": "teacher",
+    "teacher_first": "teacher",
     "adapter_alpha": "adapter_rank",
     "frozen_dtype": "adapter_rank",
 }

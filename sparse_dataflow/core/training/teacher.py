@@ -45,8 +45,11 @@ class Teacher:
 
     def program(
         self, student: ModelConfig, executor: Executor, example: Batch, training: TrainingConfig
-    ) -> Callable[[Batch], Batch]:
-        """Returns the compiled batch -> the batch with the fields of a teacher.
+    ) -> Callable[[Batch, float], Batch]:
+        """Returns the compiled (batch, share of the teacher's weight) -> the batch with the fields
+        of a teacher.
+
+        With a share of 0 the hidden states are those of an earlier batch, which cost nothing.
 
         Hidden states are normalised and lie where the rows of the tokens do.  They and the output
         layer are those of `gpt.output_layer`, in the student's compute dtype.  Every device holds
@@ -85,10 +88,13 @@ class Teacher:
         no_states = jnp.zeros((0, self.model.d_model), student.compute_dtype)
         _, output = gpt.output_layer(params["head"], params["embed"]["tokens"], no_states)
         program = jax.jit(executor.over_rows(hidden)).lower(params, example.tokens).compile()
-        teacher = output, np.float32(training.teacher_weight)
+        states: jax.Array | None = None
 
-        def teach(batch):
-            hidden = program(params, batch.tokens)
-            return dataclasses.replace(batch, teacher_hidden=hidden, teacher=teacher)
+        def teach(batch, share):
+            nonlocal states
+            if share or states is None:
+                states = program(params, batch.tokens)
+            teacher = output, np.float32(share * training.teacher_weight)
+            return dataclasses.replace(batch, teacher_hidden=states, teacher=teacher)
 
         return teach

@@ -17,7 +17,8 @@ from exit_status import exit_status
 from shipped_plans import SHIPPED, plan_of, result
 
 from experiments import compile_plan
-from sparse_dataflow.commands.planning import compile_report, verify
+from experiments.planning import verify
+from sparse_dataflow.commands.planning import compile_report
 from sparse_dataflow.commands.planning.options import named_model
 from sparse_dataflow.commands.preflight import settling
 from sparse_dataflow.compile import programs as compile
