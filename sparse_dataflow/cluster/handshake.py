@@ -82,6 +82,7 @@ class _Client:
         self.nonce, self._connection = secrets.token_hex(16), connection
         self._buffer = bytearray()
         connection.setblocking(False)
+        # So short that the buffer of a socket that does not block takes it at once.
         connection.sendall(json.dumps({"nonce": self.nonce}).encode() + b"\n")
 
     def read(self) -> dict[str, object] | None:
@@ -90,6 +91,7 @@ class _Client:
         self._buffer += piece
         if piece and b"\n" not in piece and len(self._buffer) <= HELLO_BYTES:
             return None
+        # A process says nothing after its hello before it is answered.
         line, newline, rest = bytes(self._buffer).partition(b"\n")
         if not newline or rest or not has_form(hello := parse(line), _HELLO):
             raise ValueError("it sent something else than a process of a run")
@@ -140,6 +142,7 @@ class _Door:
 
     def _accept(self):
         if len(self._clients) >= _MOST_PENDING + self._mine["processes"]:
+            # The oldest one makes room.
             self._drop(next(iter(self._clients)))
         try:
             connection, _ = self._listener.accept()

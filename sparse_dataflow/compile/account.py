@@ -118,6 +118,7 @@ def account(text: str) -> Account:
     """
     result = dict.fromkeys(SECTIONS, Traffic())
     for kernel in hlo.kernels(text):
+        # Copies to and from vector memory run beside the kernels.
         launches = kernel.target not in hlo.TRANSFERS
         result[section_of(kernel)] += Traffic(launches, kernel.bytes, kernel.cycles) * kernel.times
     return result

@@ -21,6 +21,7 @@ KINDS = (
 
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0, "opaque": 0}
 _ARRAY = re.compile(rf"\b(?:({'|'.join(_BITS)})|[suf](\d+)\w*)\[([\d,<=]*)\]")
+# A layout with a memory space, S(n), is of an array on the chip.
 _ON_CHIP = re.compile(r"\b\w+\[[\d,<=]*\]\{[^}]*S\(\d+\)[^}]*\}")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -76,6 +77,7 @@ def collectives(text: str, rounds: Mapping[str, float] | None = None) -> list[Co
             continue
         for instruction in instructions.values():
             key = collective_of(instruction, name, instructions)
+            # A group of one chip sends nothing.
             if key is not None and key[1] > 1:
                 totals[key] = totals.get(key, 0) + times[name]
     result = [Collective(kind, group, n, size) for (kind, group, size), n in totals.items()]
@@ -176,7 +178,9 @@ _NO_KERNELS = (
     "opt-barrier",
 )
 _NO_WORK = re.compile('custom_call_target="(AllocateBuffer|ConcatBitcast)"')
+# Layouts of TPUs have tiles, such as T(8,128).
 _TILED = re.compile(r":T\(")
+# The last result of a library's call is its workspace.
 _WORKSPACE = re.compile(r", s8\[\d+\]\{0\}\)")
 
 
@@ -293,6 +297,7 @@ def _moved(kernel, around, computations):
         )
         return reads + _written(next(reversed(inside)), inside)
     operands = [around[n].shape for n in kernel.operands if n in around]
+    # In place: the update is read and written, the rest of the buffer stays.
     if kernel.opcode == "dynamic-update-slice":
         return 2 * _stored_bytes(operands[1])
     if kernel.opcode == "custom-call-done":
@@ -300,6 +305,8 @@ def _moved(kernel, around, computations):
     if kernel.opcode == "copy-start":
         return _stored_bytes(kernel.shape)  # Of the copy and of what is copied.
     if kernel.opcode == "slice-start":
+        # The shape is ((operand), slice, ...). The slice is read, and written to main memory unless
+        # it stays on the chip.
         part = kernel.shape.partition("),")[2]
         return array_bytes(part.partition("}")[0]) + _stored_bytes(part)
     return _stored_bytes(_WORKSPACE.sub(")", kernel.shape)) + sum(map(_stored_bytes, operands))
@@ -334,8 +341,10 @@ def _read(name, inside, computations):
             total += _read_by_fusion(user_name, name, inside, computations)
         elif first and user.opcode == "scatter":
             total += array_bytes(inside[user.operands[2]].shape)
+        # A buffer that is updated in place is not read.
         elif not (first and user.opcode == "dynamic-update-slice" and user in results):
             total += whole
+    # Several users within a fusion read an operand once.
     return min(whole, total)
 
 
@@ -444,6 +453,7 @@ def executions(computations, rounds) -> dict[str, float]:
     def times_of(name):
         if name == entry:
             return 1.0
+        # Calls of HLO have no cycles, so this recursion ends.
         total = 0.0
         for caller, times, per_step in callers.get(name, ()):
             around = times_of(caller)
@@ -466,9 +476,11 @@ def _calls(caller: Instruction, instructions, computations, rounds):
     scope = re.search(r'op_name="([^"]*)"', caller.rest)
     per_step = None
     if caller.opcode in ("while", "conditional") and scope:
+        # The innermost scope that is known.
         names = reversed(scope[1].split("/"))
         per_step = next((rounds[name] for name in names if name in rounds), None)
     if caller.opcode == "while":
+        # Only the body: a condition compares numbers.
         body = _computation_of("body", caller)
         length = _trip_count(caller, instructions, computations)
         if math.isnan(length) and per_step is not None:
@@ -510,6 +522,7 @@ def _largest(collective: Instruction, instructions) -> int:
     """Returns the bytes of all operands or of all results, whichever is larger."""
     names = [name for name in collective.operands if name in instructions]
     operands = sum(array_bytes(instructions[name].shape) for name in names)
+    # A permute or broadcast sends its operands.
     if collective.opcode.startswith("collective"):
         return operands
     results = array_bytes(collective.shape)
@@ -523,6 +536,7 @@ def array_bytes(shape: str) -> int:
     total = 0
     for named, width, dims in _ARRAY.findall(shape):
         bits = _BITS[named] if named else int(width)
+        # A dynamic size is written as its bound, such as <=8.
         sizes = [int(d.removeprefix("<=")) for d in dims.split(",") if d]
         total += math.prod(sizes) * bits // 8
     return total
@@ -530,13 +544,16 @@ def array_bytes(shape: str) -> int:
 
 def _group(rest: str) -> int:
     """Returns the chips per group, in any of XLA's three notations of replica groups."""
+    # mesh['data'=2,'tensor'=4] {'tensor'}: axes by name.
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*(?:\{([^}]*)\})?", rest)
     if mesh:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
         axes = re.findall(r"'([^']+)'", mesh[2] or "")
         return math.prod(int(sizes[axis]) for axis in axes)
+    # [2,4]<=[8]: two groups of four.
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", rest)
     if iota:
         return int(iota[2])
+    # {{0,1},{2,3}}: each member by its number.
     members = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
     return len(members[1].split(",")) if members else 1

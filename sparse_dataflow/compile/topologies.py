@@ -112,6 +112,7 @@ def compact_topology(chip: Chip, number: int) -> Topology | None:
     legal = [sides for sides in boxes if math.prod(sides) == number and _legal(kind, sides)]
     if not legal:
         return None
+    # The smallest sum is nearest to a cube, with the fewest hops.
     sides = min(legal, key=lambda sides: (sum(sides), sides))
     return parse(f"{kind}:{'x'.join(map(str, sides))}")
 

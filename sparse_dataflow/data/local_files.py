@@ -238,6 +238,7 @@ def _decoded(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
     position, rest = 0, b""
     while piece := file.read(size - len(rest)):
         rest += piece
+        # Fewer bytes than asked for are the end of the file.
         cut = len(rest) if len(rest) < size else rest.rfind(b"\n") + 1 or _character_start(rest)
         yield _text(rest[:cut], path, position)
         position, rest = position + cut, rest[cut:]
@@ -247,12 +248,14 @@ def _decoded(file: BinaryIO, path: Path, size: int) -> Iterator[str]:
 
 def _character_start(data: bytes) -> int:
     """Returns the start of the last UTF-8 character, or the length where there is none."""
+    # A byte 10xxxxxx continues a character, which has up to four bytes.
     starts = (n for n in range(len(data) - 1, max(0, len(data) - 5), -1) if data[n] & 0xC0 != 0x80)
     return next(starts, len(data))
 
 
 def _text(data: bytes, path: Path, position: int) -> str:
     try:
+        # A byte-order mark stands at the begin alone.
         return data.decode("utf-8" if position else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(

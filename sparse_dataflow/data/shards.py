@@ -105,6 +105,7 @@ def parts(address: str, count: int) -> list[Shard]:
     with _parquet(address) as table:
         ends = _group_ends(table)
     count = max(1, min(count, len(ends) - 1))
+    # At the ends of row groups, which are read whole.
     bounds = [ends[(len(ends) - 1) * part // count] for part in range(count + 1)]
     return [Shard(address, pair) for pair in itertools.pairwise(bounds)]
 
@@ -239,6 +240,7 @@ def _parsed(line: bytes) -> object:
 def _lines(address, row) -> Iterator[tuple[int, bytes]]:
     with _opened(address) as file:
         number = 0
+        # One more byte tells a line that is too long.
         while line := file.readline(LONGEST_VALUE + 1):
             if len(line) > LONGEST_VALUE:
                 raise UserError(
@@ -303,6 +305,7 @@ def _is_network(error: BaseException) -> bool:
         return False
     if storage.is_transient(error) or isinstance(error, ConnectionError | TimeoutError):
         return True
+    # By name, as the libraries of these errors may not be installed.
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"TransportError", "ClientError", "ServerTimeoutError", "ConnectionError"}:
         return True

@@ -160,6 +160,7 @@ class Tokenizer:
         if self.mask_id is not None:
             return self
         ids, size = self.original_ids, self.vocab_size
+        # The mask comes before the end of text, which stays the last id.
         original_ids = (*ids[:-1], size, ids[-1]) if ids else ()
         identity = self.identity.moved({self.eot_id: size})
         return dataclasses.replace(
@@ -250,6 +251,7 @@ class Tokenizer:
     def _chat_engine(self):
         """Returns an engine that reads special tokens in a text."""
         if self.original:
+            # Not the shared engine, which reads special tokens as plain text.
             engine = _original_engine(self.original, self.vocab_size)
             engine.encode_special_tokens = False
             return engine
@@ -302,6 +304,7 @@ class Tokenizer:
         flat = [piece for text_pieces in pieces for piece in text_pieces]
         with tokenizer_library.failures("encode a text"):
             encoded = iter(self._engine.encode_batch_fast(flat, add_special_tokens=False))
+        # An empty text has no pieces, and concatenate needs an array.
         empty = np.empty(0, np.int32)
         ids = [
             np.concatenate([empty, *(np.asarray(next(encoded).ids, np.int32) for _ in text_pieces)])
@@ -405,6 +408,7 @@ class Tokenizer:
         """
         _, places = self.encode_with_places(text)
         ends = np.maximum.accumulate(np.concatenate([[0], places[:, 1]]))
+        # A token that begins before the end of the last one shares a character with it.
         ends[:-1][places[:, 0] < ends[:-1]] = -1
         return ends
 
@@ -421,6 +425,7 @@ class Tokenizer:
                 f"The token ids go from {min(ids)} to {max(ids)}; legal: 0 to {self.eot_id}."
             )
         if self.original:
+            # The library would write special tokens as text; they have no bytes here.
             ids = [self.original_ids[i] for i in ids if self.token_bytes[i]]
         with tokenizer_library.failures("decode tokens"):
             return self._engine.decode(ids, skip_special_tokens=False)
@@ -601,6 +606,7 @@ def gpt2_tokenizer() -> Tokenizer:
     vocab = json_files.load(folder / "encoder.json")
     tokens = sorted(vocab, key=vocab.get)
     merges = parse_merges(json_files.read_bytes(folder / "vocab.bpe").decode())
+    # The last one is the end of text, which is none of `Tokenizer.tokens`.
     return Tokenizer(tuple(tokens[:-1]), merges, GPT2_VOCAB_SIZE)
 
 
@@ -646,6 +652,7 @@ def _train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     engine = _with_byte_level(tokenizers.Tokenizer(tokenizers.models.BPE()))
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
+        # All 256 bytes, so that each text has tokens.
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -149,6 +149,7 @@ def _bert(step, growth):
 
 
 def _byte_level(step, growth):
+    # Each byte becomes a character of up to two bytes.
     spaces = growth.characters if step.get("add_prefix_space") else 0.0
     return Growth(growth.bytes, 2 * growth.bytes, True).plus(" ", spaces)
 
@@ -179,6 +180,8 @@ def _replace(step, growth):
 
 def _precompiled(step, growth):
     charsmap = base64.b64decode(str(step.get("precompiled_charsmap") or ""))
+    # The size of a trie, the trie, and the forms that replace characters, each with a NUL behind
+    # it.
     start = 4 + int.from_bytes(charsmap[:4], "little")
     forms = charsmap[start:].split(b"\0")
     longest = max(map(len, forms))

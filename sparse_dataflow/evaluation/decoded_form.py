@@ -102,6 +102,7 @@ def ends_in_form(config: ModelConfig, embed: dict, head: dict, form: str) -> tup
     table = section[name]
     if not _as_rows(config, form) or not _is_concrete(Dense(table)):
         return embed, head
+    # [D, vocabulary]: tokens are the outputs of this weight.
     replaced = {**section, name: all_rows(table.T, in_int8=form == INT8)}
     return (embed, replaced) if section is head else (replaced, head)
 
@@ -130,6 +131,7 @@ def _is_concrete(stored):
         return False
     if arrays[0].ndim != (3 if isinstance(stored, BlockSparse) else 2):
         return False
+    # Arrays of numpy have no devices, and count as on one.
     return all(len(getattr(array, "devices", lambda: "1")()) == 1 for array in arrays)
 
 

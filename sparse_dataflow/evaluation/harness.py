@@ -119,6 +119,7 @@ class HarnessLM(TemplateLM):
             tokens = self.tok_encode(_texts(request, 1)[0], add_special_tokens=False)
             rolling = get_rolling_token_windows(tokens, self.prefix_token_id, self._context, 1)
             windows += map(make_disjoint_window, rolling)
+            # A long text has several windows.
             request_indices += [index] * (len(windows) - len(request_indices))
         scores = self._loglikelihood_tokens([(None, *window) for window in windows])
         values = [value for value, _ in scores]
@@ -141,6 +142,7 @@ class HarnessLM(TemplateLM):
                 new_tokens = min(int(next(given, _DEFAULT_NEW_TOKENS)), self._context // 2)
             room = self._context - new_tokens
             prompts = [self.tok_encode(_texts(requests[i], 1)[0]) for i in indices]
+            # The end of a prompt has the question.
             truncated = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
             for i, text in zip(indices, self._generator(truncated, new_tokens, arguments)):
                 texts[i] = text
@@ -227,6 +229,7 @@ def _generate(trained, rows, prompts, new_tokens, arguments) -> list[str]:
             prompts[start : start + rows],
             max_new_tokens=new_tokens,
             **sampling,
+            # A seed for each prompt, so that its text does not depend on the batches.
             seed=range(start, start + len(prompts[start : start + rows])),
         )
         texts += [continuation.text for continuation in continuations]

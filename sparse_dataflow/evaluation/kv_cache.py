@@ -124,6 +124,7 @@ def random_weights(config: ModelConfig, seed: int) -> Weights:
         layer_config = dataclasses.replace(group.model, num_layers=1)
         init = jax.jit(functools.partial(gpt.init, layer_config))
         for i, layer in enumerate(group.layers):
+            # Of a stack of one layer.
             layouts = jax.tree.map(lambda table, i=i: table[i : i + 1], stacked)
             params = merged(init(jax.random.fold_in(key, layer)), {"blocks": layouts})
             weights = prepare(layer_config, params)
@@ -325,6 +326,7 @@ def decode_tokens(
     Returns:
       (int32 [most, B], whose first `count` rows are the new tokens; updated caches).
     """
+    # Caches are [B, kv heads, cache tokens, K].
     last = np.int32(caches[0].keys.shape[2] - 1)
     # Programs of the embedding and the head do not take the layers as arguments.
     ends, positions_B = weights._replace(layers=()), positions_B + config.prompt_vectors

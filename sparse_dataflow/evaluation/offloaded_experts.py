@@ -211,6 +211,8 @@ class OffloadedExperts:
             experts_NxK = np.where(real_N[:, None], experts_NxK, config.experts)
             y_NxKxD = self._outputs(layer, normed_BxTxD, experts_NxK)
             if following is not None:
+                # After `_outputs`, which takes what was fetched for this layer; its products may
+                # still run.
                 self._fetch_ahead(following, predicted_NxK[real_N])
             x_BxTxD = _combine(config, layer.weights, x_BxTxD, normed_BxTxD, gates_NxK, y_NxKxD)
         return _logits(config, self._ends, x_BxTxD, lengths_B), new_caches
@@ -244,6 +246,7 @@ class OffloadedExperts:
 
     def _place(self, layer, turn):
         """Writes the experts of a turn, at most one for each slot, to slots."""
+        # Those in use become the newest first, so that none of this turn makes room.
         for expert in turn:
             if expert in layer.slot_of:
                 layer.slot_of.move_to_end(expert)

@@ -207,6 +207,7 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
+            # Before the rename: a power cut could leave the new name without its content.
             os.fsync(file.fileno())
         os.replace(partial, path)
         flush_folder(path.parent)

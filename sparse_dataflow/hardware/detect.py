@@ -118,6 +118,7 @@ def measure_cpu(dtype: str = "float32") -> float:
 
     small, large = 1024, 2048
     rate = 2 * small**3 / best_seconds(small, 0.1)
+    # A larger product is nearer to the peak; on a slow machine it would take too long.
     if 2 * large**3 / rate < 0.25:
         rate = max(rate, 2 * large**3 / best_seconds(large, 0.6))
     return rate
@@ -242,9 +243,12 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = {
+        # No mapping for a single buffer, and no trimming.
         _M_MMAP_MAX: 0,
         _M_TRIM_THRESHOLD: -1,
+        # The heap grows by 256 MiB at a time.
         _M_TOP_PAD: 2**28,
+        # One heap, so that each thread can use what another freed.
         _M_ARENA_MAX: 1,
     }
     return all([mallopt(option, value) for option, value in settings.items()])

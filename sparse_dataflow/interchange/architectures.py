@@ -147,6 +147,7 @@ def _expert_tensors(parent, gate, inside, outside):
     }
 
 
+# In a Gemma post_attention_layernorm norms attention's output, in a Llama the MLP's input.
 _SANDWICH = {
     "blocks.norm1_out": "layers.{}.post_attention_layernorm",
     "blocks.norm2": "layers.{}.pre_feedforward_layernorm",
@@ -290,8 +291,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "head.norm": "ln_f",
         },
         ("transformer.", ""),
+        # Its Conv1D stores [in, out].
         transposed=False,
         extra=dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+        # Causal masks, which older releases stored.
         ignored=("attn.bias", "attn.masked_bias"),
         aliases={
             "hidden_size": "n_embd",
@@ -332,6 +335,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "head.norm": "final_layer_norm",
         },
         ("model.decoder.", "decoder.", ""),
+        # OPT adds 2 to each position.
         position_offset=2,
         extra={"dropout": 0.0, "pad_token_id": None},
     ),
@@ -351,6 +355,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         kv_heads=8,
         epsilon=1e-5,
         rotary=Rotary(1e6),
+        # w1 is the gate, w3 what it multiplies, and w2 the output.
         mlp=_expert_tensors("block_sparse_moe", "w1", "w3", "w2"),
         aliases={"num_experts": "num_local_experts"},
         gguf=Family("llama", paired=True),
@@ -578,6 +583,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt_neo": Architecture(
         "GPTNeoForCausalLM",
         (
+            # GPT-Neo does not scale its scores.
             Always({"fused_qkv": False, "attention_scalar": 1.0}),
             Same("num_layers", "num_layers"),
             Same("hidden_size", "d_model"),

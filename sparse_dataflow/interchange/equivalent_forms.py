@@ -72,9 +72,11 @@ def _with_scaled_queries(model, blocks):
     """Multiplies the queries by SuPar's factor, which `gpt.Block` applies to a SuPar model."""
     factor = np.float32(math.sqrt(SUPAR_HEAD / model.head_width))
     if model.qk_norm or not model.fused_qkv:
+        # A norm of the queries would undo a factor of their projection.
         name = model.qk_norms[0] if model.qk_norm else "q"
         return {**blocks, name: {n: factor * leaf for n, leaf in blocks[name].items()}}
     queries = model.num_heads // model.kv_heads
+    # [kv heads, (queries..., key, value), K]: keys and values keep their scale.
     factors = np.ones((model.kv_heads, queries + 2, model.head_width), np.float32)
     factors[:, :queries] = factor
     return {**blocks, "qkv": {n: leaf * factors.reshape(-1) for n, leaf in blocks["qkv"].items()}}
@@ -105,6 +107,7 @@ def split_qkv(model: ModelConfig, params: dict) -> dict:
     blocks = dict(params["blocks"])
     groups, queries = model.kv_heads, model.num_heads // model.kv_heads
     for name, features in blocks.pop("qkv").items():
+        # [..., kv heads, (queries..., key, value), K], of a kernel or a bias.
         grid = features.reshape(*features.shape[:-1], groups, queries + 2, model.head_width)
         parts = grid[..., :queries, :], grid[..., queries, :], grid[..., queries + 1, :]
         for projection, part in zip(QKV, parts):

@@ -81,6 +81,7 @@ class Rotary(FieldRule):
             fields = fields if value is None else {**fields, name: value}
         given = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name)]
         settings = [self._read(fields, name) for name in given] or [self._read(fields, "")]
+        # A file with both fields says everything twice.
         if settings[0] != settings[-1]:
             value, legal = fields[given[1]], f"the values of {given[0]}, or one of both"
             raise unsupported(given[1], value, legal)

@@ -144,6 +144,7 @@ def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[
         stacked = np.concatenate([np.asarray(arrays[leaf]) for leaf in entry.leaves], axis=-1)
         rows = stacked.reshape(-1, *stacked.shape[len(entry.counts) :])
         for name, tensor in zip(entry.names(), rows, strict=True):
+            # In the reverse order of `_read`.
             skipped = np.zeros((entry.skip, *tensor.shape[1:]), np.float32)
             tensor = np.concatenate([skipped, tensor]) if entry.skip else tensor
             tensor = tensor - np.float32(entry.offset) if entry.offset else tensor

@@ -158,6 +158,7 @@ def refuse_larger(folder: Path, model: ModelConfig, stored: int) -> None:
       UserError: naming both.
     """
     widths = model.d_model + model.d_ff * max(1, model.experts) + model.num_heads * model.head_width
+    # A lower bound for every storage: a layer has more numbers than features.
     least = model.num_layers * widths + model.vocab_size * model.d_model
     if stored and least > stored:
         raise UserError(
@@ -269,6 +270,7 @@ def write_file(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[s
     for name, array in arrays.items():
         if jnp.issubdtype(array.dtype, jnp.floating) and not np.isfinite(array).all():
             raise UserError(f"{name} has values that are not finite; legal: finite weights.")
+    # `transformers` refuses a file without this format.
     save_file(arrays, path, metadata={"format": "pt", **metadata})
     _sort_metadata(path)
 
@@ -280,6 +282,7 @@ def _sort_metadata(path):
     ordered = {"__metadata__": dict(sorted(header.pop("__metadata__").items())), **header}
     text = json.dumps(ordered, separators=(",", ":"), ensure_ascii=False).encode()
     with open(path, "r+b") as file:
+        # The first 8 bytes are the header's length, which spaces keep.
         file.seek(8)
         file.write(text.ljust(begin - 8))
 

@@ -212,6 +212,7 @@ def scaled_blocks(kernel: jax.Array, layout: BlockLayout) -> jax.Array:
     stored = cut_blocks(kernel, layout)
     # Real inputs of each block; the last blocks may be filled up with zeros.
     features = np.clip(inputs - block * np.arange(layout.in_blocks), 0, block)
+    # Inputs that each output block reads.
     read = np.bincount(layout.cols, features[layout.rows], layout.out_blocks)
     scale = np.sqrt(inputs / np.maximum(1, read[layout.cols]))[:, None, None]
     is_constant = jnp.all(kernel == kernel[0, 0])

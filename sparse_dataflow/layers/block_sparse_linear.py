@@ -238,6 +238,7 @@ class BlockSparseLinear(nnx.Module):
             )
             return product(inputs, self.weight(values))
         dtype = self.preferred_element_type or inputs.dtype
+        # Products round to the dtype of their operands, so these take the wider one.
         wide = jnp.promote_types(inputs.dtype, dtype)
         weight = self.weight(values.astype(wide))
         return in_precision(self.precision, inputs.astype(wide), weight).astype(dtype)
@@ -314,6 +315,7 @@ class BlockSparseLinear(nnx.Module):
         }
         arrays = {name: variable.get_value() for name, variable in new.items()}
         if old:
+            # A variable that is new goes where the others are.
             first, *_ = old.values()
             arrays = {
                 name: placed(array, old.get(name, first).get_value())

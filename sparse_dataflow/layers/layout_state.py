@@ -140,6 +140,7 @@ def table_mark(layout: AnyLayout) -> jax.Array | np.ndarray:
     in_index, in_slot, *_ = index_tables(layout)
     numpy = np if isinstance(in_index, np.ndarray) else jnp
     lines, positions = in_index.shape[-2:]
+    # The primes of xxHash: each entry, its line and its position reach all bits.
     line = np.arange(lines, dtype=np.uint32)[:, None] * np.uint32(0x85EBCA77)
     position = np.arange(positions, dtype=np.uint32) * np.uint32(0xC2B2AE3D)
     entries = numpy.where(in_slot >= 0, in_index + 1, 0).astype(np.uint32)
@@ -149,6 +150,7 @@ def table_mark(layout: AnyLayout) -> jax.Array | np.ndarray:
     # Integers wrap around: the sum has the same bits on every backend and over any shards.
     total = numpy.sum(mixed, axis=(-2, -1), dtype=np.uint32)[..., None]
     shifts = np.arange(0, 3 * _DIGITS, 3, dtype=np.uint32)
+    # Three bits each, as numbers from 1 to 15/8.
     first = 1 + ((total >> shifts) & np.uint32(7)).astype(np.float32) / 8
     code = np.vstack([np.eye(_DIGITS, dtype=np.float32), _MIXTURES])
     return _mixed(first, code) * _UNIT

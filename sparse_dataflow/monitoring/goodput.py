@@ -60,6 +60,7 @@ class GoodputLog:
         self._path, self._clock = folder / NAME, clock
         self._earlier = read(self._path) if collectives.is_first() else []
         self._attempt = max((row["attempt"] for row in self._earlier), default=0) + 1
+        # When the clock began, which was earlier.
         self._began = time.time() - clock.elapsed
         self._written = float("-inf")
         self._file = SideFile(self._path)
@@ -142,6 +143,7 @@ def seconds_by_category(attempts: Iterable[JsonObject], productive: float) -> di
             else:
                 totals[activity if activity in CATEGORIES else "other"] += seconds
         before = row
+    # The last row of a killed attempt may be older than its last steps.
     totals["productive"] = min(productive, trained)
     totals["lost"] += trained - totals["productive"]
     return totals
@@ -185,6 +187,7 @@ def stall_alerts(clock: Clock, alert: Callable[[str], None], seconds: float) -> 
 
     def watch():
         progress, since, alerted = clock.progress, time.monotonic(), False
+        # So a stall is seen at most a quarter late.
         while not ended.wait(min(10.0, seconds / 4)):
             if clock.progress != progress or clock.activity in UNTIMED:
                 progress, since, alerted = clock.progress, time.monotonic(), False
@@ -305,6 +308,8 @@ def traced_kernels(folder: Path) -> list[Kernel]:
     try:
         for plane in reader.from_file(str(traces[-1])).planes:
             for line in plane.lines:
+                # A TPU's operations have a line of their own; elsewhere their events have a
+                # statistic.
                 on_tpu = plane.name.startswith("/device:TPU") and line.name == "XLA Ops"
                 for event in line.events:
                     if on_tpu or any(name == "hlo_op" for name, _ in event.stats):

@@ -95,6 +95,7 @@ class MetricsReader:
             if size > _MAX_BYTES:
                 raise UserError(f"{self._path} has {size:,} bytes; legal: {_MAX_BYTES:,}.")
             file.seek(self._end - len(self._last))
+            # Another file has other bytes where the last line was.
             if file.read(len(self._last)) != self._last:
                 self._rows, self._end, self._lines, self._last = {}, 0, 0, b""
                 file.seek(0)

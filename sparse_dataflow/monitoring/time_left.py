@@ -76,6 +76,7 @@ class _Steps:
         return self.total / max(1, self.count)
 
     def record(self, seconds: float) -> None:
+        # The slow first steps count only until there are others.
         if self.seen in (0, _FIRST_STEPS):
             self.count, self.total = 0, 0.0
             self.newest.clear()
@@ -101,6 +102,7 @@ class _Model:
         step = sum(seconds.values()) - evaluation - save
         self.steps.record(step)
         if evaluation:
+            # In steps, so that the speed of the machine counts here as well.
             self.evaluations.append(evaluation / max(1e-9, _mean(self.steps.newest)))
         if save:
             self.saves.append(save)
@@ -120,6 +122,7 @@ class _Model:
         evaluation = _mean(self.evaluations)
         if evaluation is None:
             evaluation = FORWARD_SHARE * left.evaluation_batches
+        # The time of an evaluation is proportional to its batches.
         final = evaluation * left.final_batches / max(1, left.evaluation_batches)
         steps = left.steps + later + left.evaluations * evaluation + final
         return steps * self.steps.mean * slowdown + left.saves * (_mean(self.saves[-3:]) or 0.0)
@@ -162,6 +165,7 @@ class TimeLeft:
         self._before = now
         model = self._models.setdefault(name, _Model())
         step = model.record(spent, remaining)
+        # The slow first steps say nothing of the machine's speed.
         if model.steps.seen > _FIRST_STEPS:
             self._recent.append((sum(now.values()), model.steps, step))
 
@@ -301,6 +305,7 @@ def remaining(trainer: Trainer, eval_every: int, checkpoint_every: int) -> Remai
 
 def in_words(seconds: float) -> str:
     """Returns a duration to about 5%, such as "45 s", "4 min 30 s", "12 min", "3 h 20 min"."""
+    # The limits are where rounding would give 100 s and 10 min.
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     if seconds < 595:

@@ -205,6 +205,7 @@ class ParallelPlan:
 
     def stage_layers(self, config: ModelConfig) -> np.ndarray:
         """Returns the layers of the fullest stage."""
+        # Stages have whole layers, and the fullest one sets the pace.
         return np.ceil(config.num_layers / np.asarray(self.stage))
 
     def __str__(self):

@@ -186,6 +186,7 @@ Levels = Mapping[str, tuple]
 def space(request: Request) -> Levels:
     """Returns the useful levels for a request: divisors, and powers of two."""
     layers, chips = request.config.num_layers, request.chips
+    # Stages have equally many layers.
     stages = [n for n in _divisors(layers) if chips % n == 0 and n <= _LARGEST["stage"]]
     stages = stages or [1]
     chunks = sorted({c for s in stages if s > 1 for c in _divisors(layers // s)}) or [1]
@@ -334,6 +335,8 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
     duplicate = plan.schedule != next(iter(BUBBLES))
     schedule = np.where(stage == 1, duplicate | (chunks > 1), (chunks > 1) != interleaved)
     if interleaved:
+        # Interleaved stages take micro-batches in groups, one for each stage (arXiv 2104.04473,
+        # section 2.2).
         schedule = schedule | (plan.accumulation % stage != 0)
     return {
         "heads": functools.reduce(
@@ -394,6 +397,7 @@ def _more_chips(request: Request) -> str:
         return f"the relay fits: --executor=relay --set training.micro_batches={micro_batches}"
     for factor in (2, 4, 8, 16, 32, 64):
         more = dataclasses.replace(request, chips=factor * request.chips)
+        # The second has a sequence for each chip.
         for batch in dict.fromkeys((request.batch, max(request.batch, more.chips))):
             if price(dataclasses.replace(more, batch=batch)).legal.any():
                 chips = f"{more.chip.name}:{more.chips}"

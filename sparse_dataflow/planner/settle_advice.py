@@ -127,6 +127,7 @@ def _fits(config, models_of, machine) -> bool:
         priced, possible = settle.priced_plans(config, models_of, machine)
     except UserError:
         return False
+    # With room, as an estimate may be too low.
     return bool(priced.ranked(1, ROOMY, possible))
 
 
@@ -192,6 +193,7 @@ def _smaller(config, models_of, machine):
 def _for_relay(config, models_of, machine):
     """Returns the largest smaller batch that fits, with the stash where it must be."""
     batch = config.training.batch
+    # Each device needs a sequence.
     while batch >= machine.count:
         for stash in dict.fromkeys((config.parallel.stash, "host")):
             other = config.change(
@@ -220,6 +222,7 @@ MESH = ("data", "stage", "fsdp", "context", "feature", "tensor")
 
 def changes(plan: ParallelPlan, other: ParallelPlan) -> int:
     """Counts the differences in mesh, micro-batch, ZeRO stage, schedule and remat."""
+    # One stage has no schedule.
     if plan.stage == other.stage == 1:
         other = dataclasses.replace(other, schedule=plan.schedule, chunks=plan.chunks)
     groups = (*CHANGES, MESH)

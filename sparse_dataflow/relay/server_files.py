@@ -83,6 +83,7 @@ class MappedFiles:
             holds another training.
         """
         self.folder, self._abstract = Path(folder).absolute(), abstract
+        # As it is read back: JSON turns tuples into lists, which would not compare equal.
         self._identity, self._completed = json.loads(json.dumps(identity)), completed
         self._shapes = abstract.params, *moment_trees(abstract.moments), _Rest.of(abstract)
         self._sections = all_sections(depth_of(abstract.params))
@@ -108,6 +109,7 @@ class MappedFiles:
         state = init(params, mu, nu)
         self._commits = []
         for section in self._sections:
+            # A commit needs the digest of each section.
             self.updated(section, tuple(view(tree, section) for tree in (params, mu, nu)))
         self.commit(state)
         return state
@@ -137,12 +139,15 @@ class MappedFiles:
                     "Step %d in %s is damaged in %s.", commit["step"], self.folder, damaged
                 )
                 continue
+            # The restored step is the last complete one now, so the next update writes the other
+            # slot.
             self._commits = commits[number:]
             return TrainState(
                 np.asarray(commit["step"], np.int32),
                 params,
                 with_moments(self._abstract.moments, commit["count"], mu, nu),
                 key,
+                # A copy, as updates write over this slot.
                 jax.tree.map(np.array, rest).in_place_of(self._abstract.rest),
             )
         raise UserError(

@@ -43,6 +43,7 @@ def stored_parameters(model: ModelConfig) -> int:
     weights = 0.0
     for name in model.projections:
         active = model.active_experts if name in MLP else 1
+        # A weight has two FLOPs in the forward pass of a token.
         weights += flops[name] / 2 / active * model.stored_copies(name)
     return round(weights)
 
@@ -143,6 +144,7 @@ def _densities(density, ring):
         return [1.0]
     least, most = density / DENSITY_RATIO, density * DENSITY_RATIO
     counts = range(math.ceil(least * ring), math.floor(most * ring) + 1)
+    # Balanced layouts store whole cells of a ring; see `layouts.patterns`.
     return [count / ring for count in counts if 0 < count < ring]
 
 
@@ -156,6 +158,7 @@ def _heads(width, model):
         heads, rest = divmod(width * model.num_heads, model.d_model)
         return 0 if rest or heads % group else heads
     head_width = model.head_width
+    # Rotations pair the features of a head.
     multiple = 2 if model.positions == "rotary" else 1
     fewest = max(1, math.ceil(width / head_width / HEAD_RATIO))
     most = math.floor(width / head_width * HEAD_RATIO)

@@ -170,6 +170,7 @@ class AddressCopies(Copies):
 
     def set_aside(self, step: int, reason: str) -> None:
         place = self._address / str(step) / manifest.NAME
+        # First the other name: a copy with neither would be deleted as unfinished.
         (self._address / str(step) / ASIDE).write(place.read())
         place.delete()
         named_arrays.say_set_aside(self._address / str(step), reason, ASIDE)
@@ -190,6 +191,7 @@ class AddressCopies(Copies):
 
     def _delete(self, step: int) -> None:
         copy = self._address / str(step)
+        # The manifest first, without which the rest counts as unfinished.
         for name in sorted(copy.entries(), key=lambda name: name != manifest.NAME):
             (copy / name).delete()
 

@@ -161,6 +161,7 @@ def default_tuning(
 def _product(options, x, weights_in, bias_in, weight_out, *, with_preactivation):
     left, hidden, right = options.columns
     return kernels.forward(
+        # The backward pass needs 128 rows, and takes the pre-activation as it is written here.
         products.pad_rows(x, LANES if with_preactivation else 0),
         weights_in,
         None if bias_in is None else products.by_group(bias_in, hidden),
@@ -211,6 +212,7 @@ def _products(options, x, weights_in, bias_in, weight_out):
     left, middle, right = options.columns
     totals = [products.product(x, weight, (left, middle)) for weight in weights_in]
     totals[0] += 0 if bias_in is None else bias_in.astype(x.dtype)
+    # The gate is the last one; without a gate, the only product has the activation.
     hidden = value_and_derivative(options.activation, totals[-1].astype(jnp.float32))[0]
     hidden = hidden * totals[0] if len(totals) > 1 else hidden
     return products.product(hidden.astype(x.dtype), weight_out, (middle, right))

@@ -151,6 +151,7 @@ def settled_within_limit(config: RunConfig, machine: Machine) -> Settled:
     limit = config.parallel.memory_limit_bytes
     if limit is None:
         return settle(config, machine)
+    # The planner leaves a share of a memory free: of this one it takes the limit.
     narrow = planning.with_memory(machine, int(limit / planning.USABLE))
     name = f"parallel.memory_limit={config.parallel.memory_limit}"
     try:
@@ -348,6 +349,7 @@ def planned_steps(
         phase_seconds, update = seconds[v.name], programs[v.name][0].update_seconds
         mean = float(np.dot(_shares(v), phase_seconds))
         budget = config.run.minutes * 60
+        # The updates of so many steps as fit without updates.
         mean += update * _updates_a_step(v, budget / mean)
         steps[v.name] = max(1, round(budget / mean))
         times = " then ".join(f"{1e3 * s:.0f}" for s in phase_seconds)
@@ -411,6 +413,7 @@ def _phase_seconds(variants, programs, data, executor=SINGLE_DEVICE, rounds=ROUN
                 limit = no_loss_limit(training)
                 state, report = run_step(program, state, batch, 0.0, limit)
                 jax.block_until_ready(report)
+                # The first step touches memory for the first time.
                 if step:
                     times[key].append(time.perf_counter() - start)
             del state

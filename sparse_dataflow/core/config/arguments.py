@@ -192,6 +192,7 @@ def _member(name, kind, value):
         try:
             return _converted(name, member, value)
         except _OtherTypeError as error:
+            # That a number is too large says more than that it is of no member.
             too_large = error if isinstance(error, _TooLargeError) else too_large
     raise too_large or _OtherTypeError(words(kind))
 

@@ -226,6 +226,7 @@ def _repeated(names: str, layer: int) -> str:
 def shortest_layer_types(kinds: Sequence[str]) -> str:
     """Returns the shortest `layer_types` or `rotary_layers` that gives the kinds of all layers."""
     for period in range(1, len(kinds)):
+        # A list that repeats equals itself, shifted by its period.
         if kinds[period:] == kinds[:-period]:
             return "+".join(kinds[:period])
     return "+".join(kinds)
@@ -371,6 +372,7 @@ def check_blocks(model: Any) -> None:
     for name, spec in dict(model.linears).items():
         fan_in, fan_out = model.projection_shape(name)
         spec.weight.check(name, spec, (fan_in, fan_out))
+        # fan_in & -fan_in is the largest power of 2 that divides it.
         if spec.hadamard and fan_in % spec.hadamard:
             raise UserError(
                 f"sparsity.hadamard={spec.hadamard} does not divide the {fan_in} input features of "
@@ -378,6 +380,7 @@ def check_blocks(model: Any) -> None:
             )
     for name in model.sparse_projections:
         spec, (fan_in, fan_out) = model.linear(name), model.projection_shape(name)
+        # A layer with a multiplier of the density counts as so many layers.
         layers = sum(model.density_by_depth) or model.num_layers
         layers *= model.stored_copies(name)
         if layers * fan_in * fan_out / spec.block**2 * spec.density > MOST_BLOCKS:

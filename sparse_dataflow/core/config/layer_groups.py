@@ -59,6 +59,7 @@ def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
     rotates = model.rotates(layer)
     model, kind = layer_groups(model)[group_index(model, layer)].model, model.layer_type(layer)
     changes: dict[str, Any] = {}
+    # Equal layers have equal models, and so one program.
     if model.layer_types != SLIDING:
         changes["layer_types"] = SLIDING
     if model.rotary_layers != ROTATED:
@@ -67,6 +68,7 @@ def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
         changes |= {"window": 0, "rotary_local_base": 0.0}
     elif model.rotary_local_base:
         changes |= {"rotary_base": model.rotary_local_base, "rotary_local_base": 0.0}
+        # No scaling: llama3 with the factor 1.
         changes |= {"rotary_scaling": "llama3", "rotary_factor": 1.0, "rotary_factors": ()}
     if model.positions == "rotary" and not rotates:
         changes |= {"positions": "none", "rotary_local_base": 0.0}
@@ -113,6 +115,7 @@ def with_densest_layers(model: ModelConfig) -> ModelConfig:
 
 
 def _uniform(model, multiplier):
+    # A `ModelConfig` folds equal multipliers into its specs, and so has one group.
     return dataclasses.replace(model, density_by_depth=(multiplier,) * model.num_layers)
 
 
@@ -130,5 +133,6 @@ def group_index_of_path(path: Sequence) -> int:
     """Returns the group index of a parameter by its `jax.tree_util` path; 0 outside blocks."""
     for key, after in itertools.pairwise(path):
         if getattr(key, "key", None) == "blocks":
+            # A tuple of groups has an index here, a single group none.
             return getattr(after, "idx", 0)
     return 0

@@ -275,6 +275,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
                     f"projection {name!r} is unknown; legal: {', '.join(self.projections)}."
                 )
         object.__setattr__(self, "linears", linears)
+        # Before the checks below, which read it: equal multipliers are none.
         self._settle_depth()
         families.check_experts(self)
         if self.quantized:
@@ -317,6 +318,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
             number: {name: spec.scaled(number) for name, spec in specs.items()}
             for number in dict.fromkeys(multipliers)
         }
+        # One multiplier is another density, so that equal models have equal configs.
         if not specs or len(scaled) < 2:
             linears = dict(self.linears)
             for scaled_specs in scaled.values():
@@ -393,6 +395,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     @property
     def left_out_part(self) -> "ModelConfig":
         """The model whose MLPs have the hidden features that are left out, and nothing else."""
+        # The bias of mlp_out is of output features, none of which is left out.
         biases = tuple(name for name in self.biases if name != "mlp_out")
         names = [name for name in self.projections if name in biases]
         return dataclasses.replace(self, d_ff=self.left_out, left_out=0, biases=tuple(names))
@@ -575,6 +578,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     def from_json(cls, fields: Mapping) -> "ModelConfig":
         """Builds the config from a dict of `to_json`; absent fields take their defaults."""
         linears = {k: LinearSpec(**v) for k, v in fields["linears"].items()}
+        # JSON has lists, and a config must be hashable.
         tuples = {"biases": tuple(fields.get("biases", PROJECTIONS))}
         tuples["rotary_factors"] = tuple(fields.get("rotary_factors", ()))
         return cls.from_file(**{**fields, "linears": linears, **tuples})

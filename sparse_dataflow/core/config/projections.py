@@ -145,6 +145,7 @@ class LinearSpec(Readable):
           UserError: the product is above 1.
         """
         density = self.density * multiplier
+        # Rounding may leave a product just above 1.
         if density > 1 + 1e-9:
             raise UserError(
                 f"density {self.density:g} times {multiplier:g} is above 1; legal: multiples up "

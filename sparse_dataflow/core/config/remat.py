@@ -167,5 +167,6 @@ def chunk_tokens(vocabulary: object) -> Any:
     Args:
       vocabulary: rows of the output layer on a device, a number or an array of numbers.
     """
+    # A logit takes 4 bytes.
     fitting = 2 ** np.floor(np.log2(LOGITS_BYTES / (4 * np.asarray(vocabulary))))
     return np.clip(fitting, CPU_TOKENS, MOST_TOKENS).astype(int)

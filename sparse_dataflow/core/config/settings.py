@@ -509,6 +509,7 @@ def _names(text: str, legal: Sequence[str]) -> tuple[str, ...]:
     chosen = {nearest_choice(name.strip(), (*legal, "all", "none")) for name in text.split(",")}
     if chosen & {"all", "none"}:
         raise ValueError("mixes all or none with names; give one or the other.")
+    # In the order of the legal names, so that equal choices are equal values.
     return tuple(name for name in legal if name in chosen)
 
 

@@ -255,6 +255,7 @@ def init(config: ModelConfig, key: jax.Array) -> dict:
     """Draws the parameters in float32; the module docstring shows their structure."""
     keys = init_keys(config, key)
     blocks = [
+        # A shared block is drawn once, with the key of the first layer.
         jax.vmap(functools.partial(init_section, group.model, "block"))(
             keys["blocks"][group.layers.start : group.layers.stop][: config.stored_layers]
         )
@@ -333,6 +334,7 @@ def embed(
     Raises:
       UserError: T exceeds the positions that the model has.
     """
+    # The rows of these tokens alone are decoded; they are the table then, in order.
     if isinstance(table := params["tokens"], Weight):  # In a form for decoding.
         rows_NxD = table.columns(_real_tokens(config, tokens_BxT).reshape(-1))
         rows_NxD = _with_vectors(config, params, tokens_BxT.reshape(-1), rows_NxD)
@@ -371,6 +373,7 @@ def embed_and_table(
             positions = table_LxD[: tokens_BxT.shape[1]]
         else:
             positions = lookup(table_LxD, batch.positions)
+        # [T, D] or [B, T, D]: the tokens and the features of this device.
         positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
         x_BxTxD += broadcast_like(positions, x_BxTxD)
     return x_BxTxD, table_VxD
@@ -538,6 +541,7 @@ def head_scores(
       (float32 [S] negative log-likelihoods in nats, bool [S] whether each target is the likeliest
       token).
     """
+    # Places count over all tokens, of which a device has a part.
     x = shard.gather(x_BxTxD)
     # Devices share either the vocabulary, and each scores all places, or the places.
     if not shard.vocabulary:
@@ -560,6 +564,7 @@ def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
     x = head(config, params["head"], x_BxTxD)
     table = params["head"].get("output", params["embed"]["tokens"])
     if isinstance(table, Weight):  # In a form for decoding.
+        # A product has the dtype of x, and logits are float32.
         logits = x.astype(jnp.float32) @ table + params["head"].get("output_bias", 0)
     else:
         x, output = output_layer(params["head"], table, x)

@@ -45,6 +45,7 @@ def stored_layouts(model: ModelConfig, layouts: Layouts | None = None) -> ArrayT
         from sparse_dataflow.core.layouts import model_layouts
 
         layouts = model_layouts.layouts(model)
+    # For each layer, the stored blocks of each projection; runs of equal ones are groups.
     stored = zip(*([layout.nnz for layout in layers] for layers in layouts.values()))
     ends = itertools.accumulate(len(list(run)) for _, run in itertools.groupby(stored))
     runs = itertools.pairwise([0, *ends])
@@ -188,7 +189,9 @@ def split_layouts(tree: object) -> tuple[ArrayTree, ArrayTree]:
 
 def layers(blocks: object) -> Iterator[dict]:
     """Yields the parameters of each layer in order, from the stacked trees."""
+    # `map_layouts` makes index tables of fixed ones, which have no arrays to index.
     for stacked in split_groups(map_layouts(lambda layout: layout, blocks)):
+        # The first axis of each leaf is the layers.
         for i in range(len(jax.tree.leaves(stacked)[0])):
             yield jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
 

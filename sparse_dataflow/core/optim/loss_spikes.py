@@ -88,6 +88,7 @@ class SpikeHistory:
         Returns:
           The step, or None if there is no candidate.
         """
+        # Steps that were done before the first skipped one.
         before = step - self.skipped
         candidates = sorted(s for s in saved_steps if s <= before)
         return candidates[max(0, len(candidates) - 1 - self.rollbacks)] if candidates else None

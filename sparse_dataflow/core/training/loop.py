@@ -348,6 +348,7 @@ class Trainer:
     @property
     def progress(self) -> float:
         """Fraction of the training that is done."""
+        # Of the schedule, which a revised length stretches over other steps.
         return self.length.schedule_step(self.step) / self.training.steps
 
     def revise(self, total: int) -> None:
@@ -408,6 +409,7 @@ class Trainer:
         placed = self.executor.place(restored[0].state(self.model), self.model)
         if self._base:
             placed = placed._replace(rest=self.state.rest)
+        # The step stays, so the batches since that checkpoint are not trained on again.
         self.state = at_step(placed, self.state.step)
 
     def batch(self, step: int) -> Batch:
@@ -448,6 +450,7 @@ class Trainer:
     def _evaluate(self, kind, windows):
         """Writes the loss of the windows of `TrainingData` or of each `HeldOut`."""
         with self.clock.during("evaluation"):
+            # Schedule-free learning evaluates other weights than it trains.
             params = evaluated(self.model, self.training, self.state.moments, self.state.params)
             state = self.state._replace(params=params)
             values = held_out.losses(
@@ -472,6 +475,7 @@ class Trainer:
         if broken := non_finite(state):
             self._refuse(broken)
         last = self.last_evaluation
+        # The evaluation of an earlier step says nothing of this state.
         metric = last["bits_per_byte"] if last and last["step"] == self.step else None
         extra: JsonObject = {
             "seconds": self.seconds,

@@ -148,6 +148,7 @@ def phases_flops(
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     for phase in run_phases:
+        # Features that are drawn alike need no activations.
         if phase.model.left_out and evolution.features != "uniform":
             whole = phase.model.with_all_features
             forward = cost.flops_per_token(whole, training.sequence, training=False).total

@@ -22,6 +22,7 @@ from sparse_dataflow.core.training.step import abstract_state
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
 
+# Without remat, which changes no results and so is in no identity.
 _DEFAULTS: dict[str, json_files.JsonObject] = {
     part: {
         field.name: field.default

@@ -94,6 +94,7 @@ def update_layouts(
     layouts = stacks.layouts_of(model, state.rest)
     for name, old in layouts.items():
         new = []
+        # Column-parallel weights are cut by outputs, and each output keeps its number of blocks.
         shards = 1 if name in COLUMN_PARALLEL else row_shards
         for place in _places(name, [group.layers for group in layer_groups(model)]):
             norms = _block_norms(place.module(state.params)[STORED])
@@ -135,6 +136,7 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
                 growth = jax.random.uniform(drawn, norms.shape)
             else:
                 growth = jnp.asarray(gradient_norms[name][np.asarray(place.layers)])
+            # Masks are of single entries, and equally many of each layer of a group are stored.
             stored = int(mask[0].sum()) // math.prod(spec.block_sides)
             moved = round(share(stored) * stored)
             mask = jax.vmap(functools.partial(_exchanged, spec=spec, gain=gain), (0, 0, 0, None))(
@@ -272,6 +274,7 @@ def _change_projection(
     if after.weight.has_mask:
         assert not before.weight.stores_blocks  # `_refuse_mismatch` and phases have none.
         if (before.weight, before.density) != (after.weight, after.density):
+            # The new weight reads H x, and H is its own inverse: H W computes what W did.
             if not before.weight.has_mask:
                 state = _merge_hadamard(state, place, after.hadamard)
             if given:
@@ -371,6 +374,7 @@ def _restack(leaves, before, after):
         ]
         concatenate = np.concatenate if isinstance(slices[0], np.ndarray) else jnp.concatenate
         restacked.append(slices[0] if len(slices) == 1 else concatenate(slices))
+    # The copies must be made before the old arrays are deleted.
     jax.block_until_ready(restacked)
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not any(leaf is array for array in restacked):
@@ -403,6 +407,7 @@ def _gather_blocks(values: jax.Array | np.ndarray, sources: np.ndarray) -> jax.A
         return gather_blocks(values, sources)
     new = np.empty((*sources.shape, *values.shape[2:]), values.dtype)
     for layer, source in enumerate(sources):
+        # New blocks have the source -1.
         np.take(values[layer], np.maximum(source, 0), axis=0, out=new[layer])
         new[layer][source < 0] = 0
     return new
@@ -558,6 +563,7 @@ def _add_term(state, place, leaves):
     state = state._replace(params=add(state.params, leaves))
     if not state.moments:  # Weights of another run, before an optimizer has any.
         return state
+    # That of the other moments, which may be narrow.
     dtype = jax.tree.leaves(adam_state(state.moments).mu)[0].dtype
 
     def add_zeros(tree):

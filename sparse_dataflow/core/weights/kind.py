@@ -92,6 +92,7 @@ class Leaf:
         cuts = self.rows if by_rows else self.columns
         if not has_expert_dim:
             return cuts
+        # Experts have "fsdp", so "tensor" alone is left for their matrices.
         others = (tuple(axis for axis in axes if axis == "tensor") for axes in cuts)
         return ("fsdp",), *others
 

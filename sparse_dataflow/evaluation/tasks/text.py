@@ -34,6 +34,7 @@ def words_before(text: str, end: int, tokenizer: Tokenizer, tokens: int) -> str:
     cuts = tokenizer.cuts(words)
     if len(cuts) - 1 <= tokens and start == 0:
         return words
+    # From the first cut that is not inside a character.
     words = words[next(cut for cut in cuts[-tokens - 1 :] if cut >= 0) :]
     space = re.search(r"\s", words)
     return words[space.end() :] if space else ""
@@ -229,6 +230,7 @@ def call_name(tokenizer: Tokenizer, tokens: int) -> Builder:
                 lines[function.end_lineno - 1].encode()[: function.end_col_offset].decode()
             )
             end = int(starts[function.end_lineno - 1]) + column
+            # Only a name with its bracket right behind it can be cut out.
             if document.text[end - len(name) : end + 1] != f"{name}(":
                 continue
             others = {_name(f) for f in calls if type(f) is type(function)} - {name}

@@ -380,6 +380,7 @@ def _runs(mask: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
     """Returns (row, first column, length) of each run of adjacent stored blocks in a row."""
     runs: list[tuple[int, int, int]] = []
     for row, column in sorted((row, column) for row, column in mask):
+        # First column and length add up to the column behind the run.
         if runs and runs[-1][0] == row and sum(runs[-1][1:]) == column:
             runs[-1] = (row, runs[-1][1], runs[-1][2] + 1)
         else:

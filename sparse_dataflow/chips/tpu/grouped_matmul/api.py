@@ -59,6 +59,7 @@ def on_lanes(x: jax.Array, groups: Groups, weight: Shaped, block: int) -> jax.Ar
     """Return the columns of x in the order of `lane_groups`."""
     if lane_groups(groups, weight, block) == groups:
         return x
+    # [tokens, runs, groups, run] -> [tokens, groups, runs, run]: a group's inputs are one run then.
     return grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -164,6 +165,7 @@ def pad_rows(array: jax.Array, least: int = 0) -> jax.Array:
 def by_group(bias: jax.Array, columns: Columns) -> jax.Array:
     """Return the bias of each group, float32 [groups, 1, width]."""
     runs = bias.astype(jnp.float32).reshape(-1, columns.groups, columns.run)
+    # [runs, groups, run] -> [groups, 1, runs * run].
     return runs.swapaxes(0, 1).reshape(columns.groups, 1, columns.width)
 
 

@@ -123,6 +123,7 @@ def gradient_tiles(
         chunk = _chunk(features)
         if tile * chunk * itemsize > LARGEST_DOT:
             return None
+        # Two buffers of each operand.
         inputs = 2 * tile * (narrow.width + features) * itemsize
         # Sums, and two outgoing tiles.
         sums = narrow.width * features * 4 * 3

@@ -93,6 +93,7 @@ def default_tuning(
 
 def _gradients(options, x, values, before, dy, lines):
     tuning, derived, dbias = options.tuning, dy, None
+    # The kernel of dW reads dy anyway, so it also writes dz and its sum for the bias.
     if before is not None and tuning.fuse_derivative:
         dvalues, derived, dbias = stored_weight_gradient(
             tuning, x, dy, values, lines, activation=options.activation, preactivation=before

@@ -179,6 +179,7 @@ def _kernel(
         buffer = lax.rem(number, 2)
         first = (line_set * total_chunks + number) * blocks
         for p in range(blocks):
+            # Absent blocks and padding have the slot -1, which has no place in HBM.
             slot = slot_ref[first + p]
 
             @pl.when(slot >= 0)
@@ -228,6 +229,7 @@ def _kernel(
             for k in range(tiles.entries)
         ]
         products = dot(jnp.concatenate(gathered_tiles, axis=0), factor_ref[:, columns_of(c)])
+        # [entries, tile, tile], which hold anything before the first token tile.
         sums = sums_ref.at[c, pl.ds(first, tiles.entries)]
         sums[...] = products.reshape(-1, tile, tile) + jnp.where(i == 0, 0.0, sums[...])
 

@@ -184,12 +184,14 @@ class Stream(NamedTuple):
             # before has read, that of chunk `number - 1`.
             upcoming = number + shape.ahead - 1
             stored = self.stored_ref[place]
+            # Clamped at the very last place, where the chunk is the last of its line anyway.
             following = self.stored_ref[jnp.minimum(place + 1, shape.lines * shape.chunks - 1)]
             # Chunks without blocks end a line (`chunked`).  The first chunk is used even if it is
             # empty: else a line without blocks would never write its zeros.
             last = (chunk + 1 == shape.chunks) | (following == 0)
             used = (stored > 0) | (chunk == 0)
             buffer = lax.rem(number, shape.ahead)
+            # Only stored blocks were copied, so the semaphore has as many signals.
             wait_for(stored, self.buffers_ref.at[buffer], self.arrived.at[buffer])
 
             def compute(masked):
@@ -201,6 +203,7 @@ class Stream(NamedTuple):
                     # In the block of the dot, so that the scalar unit starts copies during it.
                     self._start(upcoming, r * share, share)
                     total = self._dot(x_ref, token_rows, weight, number)
+                    # A line of one chunk adds nothing up.
                     if shape.chunks == 1:
                         finish(token_rows, total)
                         return
@@ -211,6 +214,7 @@ class Stream(NamedTuple):
                     def _():
                         finish(token_rows, sum_ref[token_rows, :])
 
+            # Full chunks, the usual case, need no selects.
             @pl.when(stored == shape.blocks)
             def _():
                 compute(masked=False)
@@ -219,6 +223,7 @@ class Stream(NamedTuple):
             def _():
                 compute(masked=True)
 
+            # Without a dot, during which the next copies would start.
             @pl.when(~used)
             def _():
                 self._start(upcoming, 0, shape.blocks)
@@ -230,6 +235,7 @@ class Stream(NamedTuple):
     def _start(self, number, first, count):
         """Start the copies of `count` blocks of a chunk, from the block `first`."""
         shape = self.shape
+        # Past the last pass nobody would wait for a copy.
         within = number < self.passes * shape.lines * shape.chunks
         slots = self._first_entry(number) * shape.ratio**2
         buffer = lax.rem(number, shape.ahead)
@@ -360,6 +366,7 @@ class Rows(NamedTuple):
             def copy_whole_tile():
                 act(copy(tile))
 
+        # The rest of the buffer keeps older rows, whose results Pallas cuts off.
         if remainder:
 
             @pl.when(number == whole_tiles)

@@ -63,6 +63,7 @@ def tile_tables(index: Table, slot: Table, others: int, ratio: int) -> TileTable
         order = np.argsort(~used, axis=1, kind="stable")[:, : max(1, count.max())]
         return _int32(np, count, order, np.take_along_axis(grid, order[..., None, None], axis=1))
     # Comparisons instead of a sort and a scatter, which TPUs run and compile slowly.
+    # At most, each block of a tile's lines is in a tile of its own.
     entries = min(ratio * slot.shape[1], tiles)
     rank = jnp.where(used, jnp.cumsum(used, axis=1) - 1, entries)
     # rank counts the used tiles before a tile, so entry e takes the one tile of rank e.  Unused

@@ -70,6 +70,7 @@ def sparse_mlp_refusal(mlp: Operands) -> str:
 def run_sparse_mlp(mlp: Operands) -> jax.Array:
     """Compute the MLP of x [..., in_features]."""
     hidden = block_sparse_matmul(mlp.x, mlp.values_in, mlp.tables_in)
+    # A remat policy may keep the product and compute the activation again.
     hidden = checkpoint_name(hidden, PROJECTION_OUTPUT)
     hidden = bias_activation(hidden, mlp.bias_in, mlp.activation)
     return block_sparse_matmul(hidden, mlp.values_out, mlp.tables_out)
@@ -188,6 +189,7 @@ def _run(name, x, mlp, tuning=None):
     if mlp.x.shape[0] == 0:
         features = len(mlp.tables_out.in_index) * mlp.values_out.shape[-1]
         return jnp.zeros((*x.shape[:-1], features), x.dtype)
+    # Single products take x with all of its axes, kernels take rows.
     mlp = mlp._replace(x=x) if name == "products" else mlp
     tiles = {} if tuning is None else {"tuning": tuning}
     y = OP.load(name).run_sparse_mlp(mlp, **tiles)
