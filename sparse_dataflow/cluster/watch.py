@@ -91,6 +91,7 @@ def stalled(statuses: Mapping[int, Status], heartbeat: float) -> list[int]:
     longest = max(status.longest_step for status in statuses.values())
     if any(s.activity in UNTIMED or not s.longest_step for s in statuses.values()):
         return []
+    # As long as one process goes on, none is stalled.
     if min(s.idle for s in statuses.values()) <= max(heartbeat, STALLED_STEPS * longest):
         return []
     late = [number for number, status in sorted(statuses.items()) if status.activity != STEP]
@@ -206,6 +207,7 @@ class Watch:
         )
         print(f"error: {text}", file=sys.stderr, flush=True)
         group.fail(text, TEMPORARY)
+        # `sys.exit` would end this thread alone, and the others may wait in a collective for ever.
         os._exit(TEMPORARY)
 
 

@@ -322,6 +322,7 @@ class MaskedEvalBatches(EvalBatches):
         batch = super().__getitem__(index)
         real = batch.token_weights > 0
         places = [self.place(index * self.batch_size + row) for row in local_rows(self)]
+        # The last token of a shorter window is an input too, and no target.
         after = np.arange(real.shape[1]) > real.sum(axis=1, keepdims=True)
         inputs = np.where(after, np.int32(self.masking.end_id), batch.tokens)
         return self.masking.hidden(inputs, real, places)

@@ -38,6 +38,7 @@ _FOLDERS = {"downloads", "locks", "texts", "tfds", "tokenizers", "tokens"}
 def _is_older_cache(folder: Path) -> bool:
     """Whether it is a cache of a version that left no mark: such folders, and nothing else."""
     names = {path.name for path in folder.iterdir() if path.is_dir()}
+    # Chained: "locks" is one of the names, and each name is one of _FOLDERS.
     return "locks" in names <= _FOLDERS and len(names) == len(os.listdir(folder))
 
 
@@ -184,6 +185,7 @@ class StoredArray:
             if version != (1, 0):
                 raise ValueError(f"{path} is a .npy file of version {version}; legal: (1, 0)")
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            # Raises ValueError unless the array has one dimension.
             (count,), offset = shape, file.tell()
             if dtype.hasobject or file.seek(0, os.SEEK_END) < offset + count * dtype.itemsize:
                 raise ValueError(f"{path} is truncated or holds Python objects")
@@ -250,8 +252,10 @@ class ChainedArray:
         first, last, step = index.indices(len(self))
         if step != 1:
             raise IndexError("only slices of step 1 are supported")
+        # The empty first part is for a slice of nothing, as there must be something to join.
         slices, start = [np.empty(0, self.dtype)], 0
         for array in self.arrays:
+            # Arrays outside of the slice give no items.
             slices.append(array[max(0, first - start) : max(0, last - start)])
             start += len(array)
         return np.concatenate(slices)
@@ -338,6 +342,7 @@ class MappedArray:
                 "data.tokenizer, or data.tokenizer=none with the vocabulary size in "
                 "model.vocab_size."
             )
+        # Only now: int32 would wrap the large ids that are refused above.
         ids = ids.astype(np.int32)
         return self.table[ids] if len(self.table) else ids
 

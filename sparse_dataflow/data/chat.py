@@ -207,6 +207,7 @@ class ChatTemplate:
         if first is None or rest is None or _NEXT not in rest or rest.startswith(tail):
             return tail
         header, other = (whole[: whole.index(_NEXT)] for whole in (rest, first))
+        # Their common end is the header of the next message; what is in front of it ends the turn.
         shared = header[len(header) - _common(header[::-1], other[::-1]) :]
         # A begin of text in front of the first header may end with the brackets of an end of turn.
         shared = shared if shared == other else shared.lstrip("|>])}")
@@ -219,8 +220,10 @@ class ChatTemplate:
         changed = self._tried([*messages[:number], other, *messages[number + 1 :]])
         if changed is None or _MARK not in changed:
             return None
+        # No content begins as _MARK does, so both texts differ from its first character on.
         start = _common(text, changed)
         rest = len(changed) - changed.rindex(_MARK) - len(_MARK)
+        # What follows must not depend on the content, as where it ends would not be known.
         if rest and text[-rest:] != changed[-rest:]:
             return None
         return start, len(text) - rest

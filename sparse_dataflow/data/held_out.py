@@ -83,6 +83,7 @@ def holds_out(digests_N: np.ndarray) -> np.ndarray:
     if 0 < 2 * is_held_out.sum() <= len(is_held_out):
         return is_held_out
     values, counts = np.unique(digests_N, return_counts=True)
+    # `unique` sorts, so the first of these is the smallest.
     few = values[2 * counts <= len(digests_N)]
     return digests_N == few[0] if len(few) else np.zeros(len(digests_N), bool)
 
@@ -137,6 +138,7 @@ def cut_in_two(document: Document) -> tuple[Document, Document]:
     limit = int(len(data) * TRAIN_SHARE_OF_SINGLE_DOCUMENT)
     cut = data.rfind(b"\n", 0, limit) + 1
     if cut == 0:
+        # There is no line break: without the bytes of a character that the limit would cut.
         cut = len(data[:limit].decode(errors="ignore").encode())
     if cut == 0:
         raise UserError("The corpus is one document that is too short to split. Add text.")

@@ -149,6 +149,7 @@ def hub_files(name: str) -> HubFiles:
     if others or not addresses:
         what = f"has files such as {Path(others[0]).name}" if others else "has no files of data"
         raise UserError(f"The dataset {name} {what}; legal: {shards.LEGAL_SHARDS}.")
+    # Addresses name the commit that the revision was when they were listed.
     pinned = re.search(r"@([^/]+)/", addresses[0])
     return HubFiles(f"{PREFIX}{whole}@{pinned[1]}" if pinned else f"{PREFIX}{name}", splits)
 
@@ -177,6 +178,7 @@ def _splits(name, dataset, column) -> dict[str, HubRecords]:
 def _with_text(name, dataset, column):
     """Returns the rows that have text in a column."""
     compute = needed_module("pyarrow.compute", f"The dataset {name}")
+    # A format of its own may hide the column, or give other types than str.
     if dataset.format["type"] or column not in dataset.format["columns"]:
         dataset = dataset.with_format(None)
     rows = dataset.select_columns([column])

@@ -159,6 +159,7 @@ class ParquetTable:
             if not self._arrow.types.is_dictionary(array.type):
                 array = array.dictionary_encode()
             values, sizes = array.dictionary, size(array.dictionary).to_pylist()
+            # A small dictionary is unfolded once; of a large one each value when a row needs it.
             if sum(sizes) <= _BATCH_BYTES and None not in sizes:
                 values = values.to_pylist()
             last, value = None, None

@@ -239,6 +239,7 @@ def _parsed(line: bytes) -> object:
 
 def _lines(address, row) -> Iterator[tuple[int, bytes]]:
     with _opened(address) as file:
+        # Lines have no index: those in front of `row` are read and dropped.
         number = 0
         # One more byte tells a line that is too long.
         while line := file.readline(LONGEST_VALUE + 1):

@@ -100,6 +100,7 @@ class SampleDocuments(Sequence[Document]):
     @functools.cached_property
     def _documents(self) -> list[Document]:
         stream = self._stream
+        # Spread over the whole corpus, whose first shards may be of one kind of text.
         step = max(1, len(stream.shards) // self.SHARDS)
         documents = [
             document
@@ -176,6 +177,7 @@ def streamed_corpus(
     sizes = {shards.short(file): shards.size(file) for file in files}
     digests = np.unique(held_out.digests(validation)[:, 0])
     stream = Stream(name, tuple(training), column, sum(sizes.values()), digests)
+    # Names and sizes: to read all of the files could take a day.
     identity = [FORMAT, column, split, skip, sorted(sizes.items())]
     return StreamedCorpus(stream, validation, identity)
 

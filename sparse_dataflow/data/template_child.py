@@ -143,6 +143,7 @@ class Renderer:
         key = text, chat, date
         if key not in self._templates:
             while len(self._templates) >= _TEMPLATES:
+                # The oldest one: a dict keeps its order.
                 del self._templates[next(iter(self._templates))]
             self._templates[key] = _compiled(text, chat, date)
         template = self._templates[key]
@@ -209,6 +210,7 @@ def _answer(renderer, request):
             return True, content
         error = f"it makes more than {MOST_BYTES >> 20} MiB of text"
     except MemoryError:
+        # What earlier requests left may fill the memory, so a new process answers the next one.
         os._exit(OUT_OF_MEMORY)
     except BaseException as failure:
         error = str(failure).strip() or type(failure).__name__
@@ -223,6 +225,7 @@ def main() -> None:
     renderer, source, target = Renderer(), sys.stdin.buffer, sys.stdout.buffer
     while len(head := source.read(HEAD.size)) == HEAD.size:
         request = source.read(HEAD.unpack(head)[1])
+        # The limit counts the time of earlier requests too, so it rises with each.
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + CPU_SECONDS + 1)
         fine, content = _answer(renderer, request)
         target.write(HEAD.pack(fine, len(content)) + content)

@@ -189,6 +189,7 @@ def _found(root: Path, name: str) -> Path | None:
         if len({path.parent for path in copies}) > 1:
             return None
     copies = [path for path in copies if is_prepared(path)]
+    # By numbers: 10.0.0 is newer than 9.0.0.
     number = lambda path: [int(n) for n in re.findall(r"\d+", path.name)]  # noqa: E731
     return max(copies, key=number, default=None)
 
@@ -296,6 +297,7 @@ class _Records(Sequence[dict[str, object]]):
 
     def __getitem__(self, index: int) -> dict[str, object]:  # type: ignore[override]
         index = range(len(self))[int(index)]
+        # The first file that ends behind the record.
         number = bisect.bisect_right(self._ends, index)
         file = self.files[number]
         return self.parse(file[index - self._ends[number] + file.count])
@@ -319,6 +321,7 @@ class _TFRecords:
             while position < size:
                 starts.append(position)
                 file.seek(position)
+                # The length of the content, and the checksum of that length.
                 head = file.read(12)
                 if len(head) < 12 or _masked_checksum(head[:8]) != head[8:]:
                     break
@@ -332,6 +335,7 @@ class _TFRecords:
 
     def __getitem__(self, index: int) -> bytes:
         start, stop = self._starts[index], self._starts[index + 1]
+        # Between the head and the checksum of the content.
         content = self._bytes[start + 12 : stop - 4].tobytes()
         checksum = self._bytes[stop - 4 : stop].tobytes()
         if _masked_checksum(content) != checksum:
@@ -378,4 +382,5 @@ def _masked_checksum(content: bytes) -> bytes:
     """Returns the masked CRC-32C of TFRecord files, 4 bytes."""
     library = needed_module("google_crc32c", "Reading TFRecord files")
     crc = library.value(content)
+    # Rotated right by 15 bits, plus a constant, as the format has it.
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)

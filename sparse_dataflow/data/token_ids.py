@@ -140,6 +140,7 @@ def _ranges_without(train, validation, end) -> dict[str, object]:
     for start, stop, digest in _documents(train, end) if apart else ():
         if digest in digests:
             left_out += 1
+            # Documents that stay and are neighbours are one range.
             ranges += [[previous, start]] if previous < start else []
             previous = stop
     ranges += [[previous, len(train)]] if previous < len(train) else []

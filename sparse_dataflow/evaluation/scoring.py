@@ -130,6 +130,7 @@ def score(
     places = [sum(texts[i][1] for i in row) for row in rows]
     buckets = bucket_lengths(lengths, limits.context)
     batches = _batches(rows, lengths, places, buckets, limits)
+    # One number of places for each length, so that batches of a length share a program.
     max_places = dict.fromkeys(buckets, 0)
     for shards, length in batches:
         counts = (sum(texts[i][1] for row in shard for i in row) for shard in shards)
@@ -164,6 +165,7 @@ def pseudo_score(
         for i, (tokens, scored) in enumerate(texts)
         for place in range(len(tokens) - scored, len(tokens))
     ]
+    # Longest first, so that the rows of a batch are of about one length.
     hidden.sort(key=lambda row: -len(texts[row[0]][0]))
     lengths = [len(texts[i][0]) for i, _ in hidden]
     buckets = bucket_lengths(lengths, limits.context)
@@ -176,6 +178,7 @@ def pseudo_score(
         each = len(tokens) // limits.shards
         shape = limits.shards, _round_up(each, _POSITIONS_MULTIPLE)
         places, targets = np.zeros((2, *shape), np.int32)
+        # (shard, place in it) of each row.
         cuts = [divmod(number, each) for number in range(len(rows))]
         for number, ((i, place), cut) in enumerate(zip(rows, cuts)):
             text, _ = texts[i]

@@ -211,6 +211,7 @@ def load(run_folder: str | Path, variant: str = "", checkpoint: str = NEWEST) ->
         on_host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), state.moments)
         return state._replace(moments=on_host)
 
+    # Of all moments, those of schedule_free alone decide the weights of an evaluation.
     unread = () if averages else ("moments",)
     restored = checkpoints.restore(template, _step(checkpoints, checkpoint), without=unread)
     if restored is None:

@@ -15,6 +15,7 @@ def packed(arrays: Mapping[str, object], spec: LinearSpec) -> dict[str, object]:
     `numpy.packbits`.
     """
     mask = np.asarray(arrays[MASK])
+    # By output, with ascending inputs: each output stores equally many.
     values = np.asarray(arrays[KERNEL]).T[mask.T].reshape(mask.shape[1], -1)
     return {
         **arrays,

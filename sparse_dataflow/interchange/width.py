@@ -60,6 +60,7 @@ class Sources(NamedTuple):
         features = lambda heads: (heads[:, None] * width + np.arange(width)).ravel()  # noqa: E731
         per_group = old.num_heads // groups
         group = keys[:, None] * (per_group + 2)
+        # [kv heads, (queries..., key, value)], the order of the heads in qkv.
         fused = np.concatenate(
             [group + queries % per_group, group + per_group, group + per_group + 1], axis=1
         )
@@ -142,6 +143,8 @@ def wider(
     embed = {name: leaf[:, sources.stream] for name, leaf in params["embed"].items()}
     norm, head = params["head"]["norm"], dict(params["head"])
     if old.tied_embeddings:
+        # As the output layer, the embedding would sum all copies of a feature: the norm before it
+        # has their shares.
         shared = {n: _shared(leaf[:, None], sources.stream, rng) for n, leaf in norm.items()}
         head["norm"] = {name: factor * leaf[:, 0] for name, leaf in shared.items()}
     else:
@@ -230,6 +233,8 @@ def _shared(weight, source, rng):
     noise = rng.uniform(-SPREAD, SPREAD, rows.shape).astype(np.float32)
     order = np.argsort(source, kind="stable")
     starts = np.cumsum(counts) - counts
+    # In this order the copies of a feature lie side by side, so a sum of each run is that of a
+    # feature.
     means = np.add.reduceat(noise[..., order, :], starts, axis=-2) / counts[:, None]
     # The noise of a feature's copies has the mean 0, so their shares sum to 1.
     shares = (1 + noise - means[..., source, :]) / counts[source][:, None]

@@ -64,6 +64,7 @@ class Contraction:
         if equation.count(",") != 1 or equation.count("->") != 1:
             raise UserError(f"{equation!r} is no equation; legal: such as 'btd,dhk->bthk'.")
         inputs, kernel, outputs = _terms(equation)
+        # Indices by what becomes of them: summed with the kernel, new from it, and passed on.
         summed = [letter for letter in kernel if letter in inputs]
         new = [letter for letter in outputs if letter in kernel]
         others = [letter for letter in inputs if letter not in kernel]
@@ -119,6 +120,7 @@ class Contraction:
 
     def to_matrix(self, kernel: Any) -> Any:
         """Returns a kernel, or a mask of one, as a matrix [..., in, out]; leading axes stay."""
+        # Axes of a stack of layers come first, and stay there.
         lead = kernel.ndim - len(self.order)
         axes = [*range(lead), *(lead + axis for axis in self.order)]
         return kernel.transpose(axes).reshape(*kernel.shape[:lead], *self.sides)
@@ -126,6 +128,7 @@ class Contraction:
     def to_kernel(self, matrix: Any) -> Any:
         """Returns a matrix as a kernel: inverse of `to_matrix`."""
         lead = matrix.ndim - 2
+        # The inverse of the permutation `order`.
         axes = [*range(lead), *(lead + self.order.index(axis) for axis in range(len(self.order)))]
         return matrix.reshape(*matrix.shape[:lead], *self.shape).transpose(axes)
 
@@ -189,6 +192,7 @@ class Contraction:
             summed = [letters.index(kernel[axis]) for axis in self.order[: self.count]]
         else:
             letters, kernel, outputs = "", "", ""
+            # In the order of the input's axes, as flax has it, however `axis` lists them.
             summed = sorted(axis % rank for axis in self.axis)
         sizes = tuple(inputs.shape[axis] for axis in summed if axis < rank)
         if sizes != self.shape[: self.count] or len(letters) not in (0, rank):
@@ -292,6 +296,7 @@ def _terms(equation, rank=None):
     operands, outputs = equation.replace(" ", "").replace("...", ".").split("->")
     terms = [*operands.split(","), outputs]
     if rank is not None:
+        # One unused letter for each axis of the ellipsis.
         free = [letter for letter in string.ascii_letters if letter not in equation]
         rest = "".join(free[: max(0, rank - len(terms[0]) + 1)])
         terms = [term.replace(".", rest) for term in terms]

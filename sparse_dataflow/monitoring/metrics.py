@@ -102,6 +102,7 @@ class MetricsReader:
             rows: dict[object, json_files.JsonObject] = {}
             lines, end, last, damaged = self._lines, self._end, self._last, 0
             for line in iter(lambda: file.readline(_MAX_LINE_BYTES), b""):
+                # The writer may be in the middle of this line.
                 if not ended and len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n"):
                     break
                 lines, end, last = lines + 1, end + len(line), line
@@ -236,8 +237,10 @@ class MetricsWriter:
             try:
                 getattr(tracker, method)(*arguments)
             except (Exception, SystemExit) as error:  # The code of others raises any error.
+                # A signal that ends the run is no error of the tracker.
                 if isinstance(error, Ended):
                     raise
+                # Alerts come from any thread, so another one may have removed it.
                 self._trackers.pop(name, None)
                 say(f"the tracker {name} failed ({first_line(error)}) and gets no more rows")
 
@@ -250,6 +253,7 @@ class MetricsWriter:
             assert self._events is not None
             self._events.write(row)
         except OSError:
+            # What was written in part is left behind: a retry opens a new file.
             with contextlib.suppress(OSError):
                 self._close_events()
             raise

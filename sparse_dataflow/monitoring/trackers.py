@@ -117,6 +117,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
+            # Variants are tracked one by one, and a new one must not end another's run.
             reinit="create_new",
         )
         # A resumed run repeats steps, which wandb's own step counter refuses.
@@ -154,6 +155,7 @@ class MLflow:
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(title)
         number = experiment.experiment_id if experiment else self._client.create_experiment(title)
+        # A resumed run goes on in the run that has its tag.
         same = self._client.search_runs([number], f"tags.sparse_dataflow = '{run.id}'")
         if same:
             self._run_id = same[0].info.run_id
@@ -168,6 +170,7 @@ class MLflow:
         """Logs the scalars of a row in one request."""
         now = int(1000 * time.time())
         metrics = [
+            # MLflow refuses names with other characters.
             self._entities.Metric(re.sub(r"[^\w./: -]", "_", name), float(value), now, row["step"])
             for name, value in scalars(row).items()
         ]

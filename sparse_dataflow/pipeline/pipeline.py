@@ -84,11 +84,13 @@ def trip_counts(plan: Plan, places: np.ndarray | None = None) -> dict[str, float
         counts[name] = float(blocks.sum(axis=1).max())
         kinds: Any = () if places is None else places[..., 0]
         for kind in np.unique(kinds).tolist():
+            # [stages, chunks, blocks of a chunk]; fewer blocks than the capacity fill a chunk up.
             is_block = np.arange(plan.division.capacity) < layers[..., None]
             kind_counts = (is_block & (kinds == kind)).sum(axis=-1)
             blocks = np.where(table.action == action, kind_counts[stages, table.chunk], 0)
             counts[_scope(action, kind)] = float(blocks.sum(axis=1).max())
     for name in ("activation", "gradient"):
+        # A send is a collective of all stages: where one receives, all take part.
         arrives = (getattr(plan.slots, f"{name}_arrives") >= 0).any(axis=0)
         counts[f"send_{name}"] = float(arrives.sum())
     return counts
@@ -160,6 +162,7 @@ def rows(plan: Plan) -> np.ndarray:
         source = plan.table if hasattr(plan.table, name) else plan.slots
         column = getattr(source, name.removeprefix("any_"))
         if name.startswith("any_"):
+            # Equal on all stages, as the branch around a collective must be.
             column = np.broadcast_to((column >= 0).any(axis=0), column.shape)
         columns.append(column)
     return np.stack(columns, axis=2).astype(np.int32)
@@ -424,6 +427,7 @@ class _Stage:
         if virtual_stage is None:
             return jnp.where(row.action == action, self.layers[row.chunk], 0)
         table = self.plan.table
+        # Virtual stages go around the stages, chunk after chunk.
         current = row.chunk * table.stages + self.stage
         runs = (row.action == action) & (current == virtual_stage % table.virtual_stages)
         return runs.astype(jnp.int32)
@@ -473,6 +477,7 @@ def _actions(kinds, groups, x, block_batch):
     made, metrics = [], {}
     contents: dict[str, list] = {"saved": [], "recomputed": [], "pending": []}
     for kind in kinds:
+        # Of one block: the first axis is the blocks of the stage.
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), groups[kind.group])
         params, rest = one
         block = params, (rest, jax.eval_shape(lambda: block_batch(0)))

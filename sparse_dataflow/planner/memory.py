@@ -63,6 +63,7 @@ def term_count(config: ModelConfig) -> int:
 def block_and_rest(config: ModelConfig) -> tuple[int, int]:
     """Counts the parameters of a block and of all else in a model whose layers are alike."""
     shallow, deep = (parameter_count(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
+    # Parameters are linear in the number of layers.
     return deep - shallow, 2 * shallow - deep
 
 
@@ -240,6 +241,7 @@ def block_widths(config: ModelConfig, kv_copies=1, expert_rows=None) -> BlockWid
     """
     queries = config.num_heads * config.head_width
     keys_values = 2 * config.kv_heads * config.head_width * kv_copies
+    # Of queries and of keys, which are half of keys and values.
     normed = queries + keys_values // 2 if config.qk_norm else 0
     products, hidden = (2, 4) if config.gated_mlp else (1, 2)
     d_ff = (config.active_experts if expert_rows is None else expert_rows) * config.d_ff

@@ -256,6 +256,7 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
     result["chunks"] = tuple(sorted({1, int(chunks or 1)}))
     result["schedule"] = schedules
     parts = parallel.sub_batches
+    # Sub-batches are equal parts of a micro-batch.
     rows = tuple(n for n in _divisors(request.batch) if n % parts == 0)
     result["micro_batch"] = rows or _divisors(request.batch)
     result["zero"] = (parallel.zero,)
@@ -273,6 +274,7 @@ def _seconds_of(request, machine):
     dtype = request.config.compute_dtype
     rated = chip.peak(dtype) and chip.bandwidth and (machine.count == 1 or chip.network)
     if rated and request.optimizer == "muon":
+        # Muon multiplies matrices in float32.
         rated = chip.peak("float32")
     if rated and not machine.host:
         return None

@@ -224,6 +224,7 @@ def _attend(attended):
     """Returns the arguments of a block whose attention gives [B, T, in] again; none for None."""
     if attended is None:
         return {}
+    # [B, T, heads, K], whatever the queries are.
     return {"attend": lambda q, *_, **__: attended.reshape(*q.shape[:3], -1)}
 
 
@@ -265,6 +266,7 @@ def _pruned_stage(config, number, before, after, both, names, prune):
     for name in names:
         linear = before[name]
         kernel = linear.weight.kernel
+        # The outputs of all names lie side by side.
         columns = slice(start, start + kernel.shape[1])
         start = columns.stop
         moments = [each.outputs(columns) for each in read[linear.bias is not None]]

@@ -228,8 +228,10 @@ def _map_features(group, function):
     """
 
     def mapped(projection, name, array):
+        # The bias of mlp_out is of output features.
         if projection not in MLP or (projection == HIDDEN and name == "bias"):
             return array
+        # Hidden features are the inputs of mlp_out, and the outputs of the others.
         return function((projection, name), array, -2 if projection == HIDDEN else -1)
 
     return {

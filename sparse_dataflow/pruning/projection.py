@@ -188,6 +188,7 @@ def _refit(problem, mask, groups):
 
 def _transformed(rows: np.ndarray, width: int) -> np.ndarray:
     """Returns the Walsh-Hadamard transform of the first axis."""
+    # `hadamard` transforms the last axis.
     return np.asarray(hadamard(jnp.asarray(rows.T, jnp.float32), width), np.float64).T
 
 

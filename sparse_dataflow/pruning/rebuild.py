@@ -239,6 +239,7 @@ def sparser_targets(
         if spec.weight.has_mask:
             groups = Groups(*spec.block_sides, spec.span)
             allowed = None if stored is None else spec.weight.block_mask(stored, spec)
+            # Groups that stay in each span, or of all inputs.
             stay = max(1, round((spec.span or shape[0] // spec.block) * spec.density))
             return Target(groups, stay, rounds, allowed=allowed, hadamard=spec.hadamard)
         return Target.balanced(
@@ -307,6 +308,7 @@ def narrow_targets(
     # One head has rows of attn_out and columns of q, and of k and v if these go with it.
     head_rows = (2 if group > 1 else 4) * model.head_width
     feature_rows = 1 + sum(name in MLP and name not in ROW_PARALLEL for name in model.projections)
+    # Whole heads above the density, in all groups; hidden features give way for their weights.
     excess = (heads.stay - density * pool) * (model.num_heads // pool)
     count = round(density * model.d_ff - excess * head_rows / feature_rows)
     count = min(max(1, count), model.d_ff)
@@ -315,6 +317,7 @@ def narrow_targets(
     outs = {"attn_out": Target(heads, heads.stay, rounds), "mlp_out": hidden}
 
     def target(name, layer):
+        # One group, which stays: `narrow_layer` cuts the outputs of these.
         whole = Groups(*model.projection_shape(name))
         return outs.get(name) or Target(whole, 1, support=np.ones((1, 1), bool))
 

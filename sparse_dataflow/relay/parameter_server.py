@@ -253,6 +253,7 @@ class ServerStep:
         """
         self._server, self._state, self._timeline = server, state, timeline
         self._sections, self._learning_rate = sections, float(learning_rate)
+        # Optimizers number their updates from 1.
         self._count = count_of(state.moments) + 1
         self._before = state.params, *moment_trees(state.moments)
         self._after = server.storage.target(*self._before)

@@ -127,6 +127,7 @@ def section_weights(model: ModelConfig, adapted: bool = False) -> tuple[Pair, ..
         name: (device_params(model, params.get(name, {})), rest.get(name, {}))
         for name in ("embed", "blocks", "head")
     }
+    # Of one block: without the axis of layers.
     block = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights["blocks"]
     )
@@ -164,6 +165,7 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
                 output = merged(tied_params, tied_rest).get("tokens", ())
                 return gpt.head_loss(model, merged(params, rest), output, x, batch)
 
+            # One pass gives the loss, the gradients of the head, and dx for the last block.
             value, pull, metrics = jax.vjp(loss, params, tied_params, x, has_aux=True)
             *gradients, dx = pull(jnp.ones_like(value))
             return dx, (metrics, tuple(gradients))
@@ -197,6 +199,7 @@ def functions(model: ModelConfig, adapted: bool = False) -> Programs[Callable]:
             return (), pull(dx)[0]
 
         gradient = dict(_accumulated(micro_batch, NO_BATCH, inputs, dx)[1])
+        # A tied embedding is read at both ends, so its gradient is the sum of both.
         for name, other in tied_gradient.items():
             gradient[name] += other.astype(gradient[name].dtype)
         return _cast_like(zeros, gradient)
@@ -393,6 +396,7 @@ def data_shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
 
 def _sharded(name, structs, mesh, evaluation):
     rows, replicated = data_shardings(mesh)
+    # Numbers of the arguments that all devices have whole: params, and the tied gradient.
     params = {"embed": [0], "forward": [0], "head": [0, 1], "backward": [0], "embed_backward": [2]}
 
     def to(sharding):

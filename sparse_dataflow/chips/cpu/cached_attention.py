@@ -23,5 +23,6 @@ def run_cached_attention(
     """Compute `cached_attention`."""
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (q, keys, values)]
     symbol = kernels.symbol("cached_attention")
+    # The caches are updated in place.
     attend = jax.ffi.ffi_call(symbol, results, input_output_aliases={3: 1, 4: 2})
     return attend(q, k, v, keys, values, positions, np.array([window, cap], np.float32))

@@ -62,6 +62,7 @@ def _build(folder):
         subprocess.run(command, check=True, capture_output=True, timeout=LONGEST_COMPILATION)
 
     try:
+        # A library that does not load is made once more.
         for _ in range(2):
             library = derived.derive(folder, "kernels", origin, compile_to, ".so").path
             if _registers(library):

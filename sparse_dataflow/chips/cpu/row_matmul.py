@@ -17,6 +17,7 @@ def run_row_matmul(
     """Compute `row_matmul`."""
     groups, _, width = values.shape
     result = jax.ShapeDtypeStruct((len(x), groups * width), x.dtype)
+    # A call has a fixed number of operands: empty ones stand for what is not there.
     index = np.empty((0, 0), np.uint16) if inputs is None else inputs
     factors = np.empty(0, np.float32) if scale is None else scale
     return jax.ffi.ffi_call(kernels.symbol("row_matmul"), result)(x, values, index, factors)

@@ -60,6 +60,7 @@ def _backward(activation, saved, dy):
 def _gradients(
     activation, x, values_in, bias_in, values_out, tables_in, tables_out, preactivation, dy
 ):
+    # Again, element by element: the pre-activation alone was saved.
     hidden = value_and_derivative(activation, preactivation.astype(jnp.float32))[0]
     hidden = hidden.astype(dy.dtype)
     dvalues_out = products.weight_gradient(hidden, dy, tables_out, values=values_out)
@@ -68,6 +69,7 @@ def _gradients(
     )
     dvalues_in = products.weight_gradient(x, dz, tables_in, values=values_in)
     dx = products.input_gradient(dz, values_in, tables_in)
+    # A sum over all tokens, which 16 bits would lose.
     dbias = jnp.sum(dz, axis=0, dtype=jnp.float32).astype(bias_in.dtype)
     return dx, dvalues_in, dbias, dvalues_out
 

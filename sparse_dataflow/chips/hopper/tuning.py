@@ -117,6 +117,7 @@ def product_bytes(tiles: ProductTiles, elementwise: bool, itemsize: int = 2) -> 
         shared memory at once.
       itemsize: bytes of a result element.
     """
+    # bfloat16: the tokens of each consumer, and a block that they share.
     stage = (CONSUMERS * tiles.rows + tiles.columns) * tiles.depth * 2
     width = tiles.slice_columns(itemsize)
     slices = tiles.rows * tiles.columns // (SLICE_ROWS * width)
@@ -130,6 +131,7 @@ def gradient_bytes(tiles: GradientTiles, block: int) -> int:
     """Return the shared memory of dW in bytes."""
     side = min(tiles.side, block)
     columns = tiles.lines * side
+    # bfloat16: both operands of each consumer. A wgmma has 64 rows, also for blocks of 32.
     stage = CONSUMERS * (tiles.width * max(side, SLICE_ROWS) + columns) * tiles.depth * 2
     results = CONSUMERS * tiles.slices * SLICE_ROWS * min(tiles.slice_bytes, side * 4)
     return tiles.stages * stage + results + BARRIER_BYTES
@@ -219,6 +221,7 @@ def gradient_tiles(
     # More blocks would need more registers for the table than the producer has.
     side, width = min(block, 128), 2 if block < 128 and lines < 4 else 1
     pairs = -(-(stored * (block // side) ** 2) // (width * CONSUMERS))
+    # A wgmma computes 64 rows, also of a block of 32.
     flops = 2 * tokens * side * max(side, SLICE_ROWS) * width * CONSUMERS
 
     last = pairs % multiprocessors

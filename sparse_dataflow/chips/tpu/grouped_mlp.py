@@ -37,6 +37,7 @@ def run_sparse_mlp(mlp: Operands, *, tuning: GroupedMlpTuning | None = None) -> 
     """Compute the MLP of `grouped_mlp` from stored blocks."""
     x, values_in, bias_in, values_out, tables_in, tables_out, values_gate, activation = mlp
     groups_in, groups_out = tables_in.groups, tables_out.groups
+    # `sparse_mlp_refusal` refuses other layouts.
     assert groups_in and groups_out
     block = values_in.shape[-1]
     weight_in = grouped.group_values(values_in, tables_in, groups_in)
@@ -133,6 +134,7 @@ def groups_refusal(
             f"the outputs of {groups_in} are not the inputs of {groups_out}; "
             "legal: as many groups, with the same hidden blocks."
         )
+    # [tokens, hidden features], between both products.
     hidden = jax.ShapeDtypeStruct((len(x), len(weight_out) * weight_out.shape[1]), x.dtype)
     for reason in (
         products.groups_refusal(x, weight_in, groups_in, block=block),

@@ -86,6 +86,8 @@ def forward_tiles(tokens: int, group: MlpGroup, itemsize: int) -> MlpForwardTile
     features = group.inputs + group.products * group.hidden + group.outputs
     for tile in token_tiles(tokens, 1024, ROWS):
         rows = even(tile, 512 if itemsize == 2 else 128, ROWS)
+        # Two buffers of each block, as the next one is copied meanwhile; then float32 sums of
+        # `rows`.
         need = 2 * (tile * features + group.weights) * itemsize
         need += rows * (group.hidden * (8 * group.products + itemsize) + group.outputs * 4)
         if need <= budget():

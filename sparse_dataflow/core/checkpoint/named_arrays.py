@@ -494,6 +494,7 @@ def prune(folder: Path, keeping: Keeping, just_saved: int) -> Iterator[int]:
     facts = read_facts(folder)
     for step in sorted(facts.keys() - {just_saved} - keeping.steps(facts)):
         pruning = folder / f"{step}.pruning"
+        # What a killed process may have left of it.
         remove(pruning)
         (folder / str(step)).rename(pruning)
         yield step

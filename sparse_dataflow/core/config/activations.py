@@ -83,6 +83,8 @@ def _gelu(x):
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x³)))."""
     jnp = x.__array_namespace__()
     square = x * x
+    # tanh' = 1 - tanh², so the derivative of `half` is 2 half (1 - half) times that of tanh's
+    # argument.
     half = 0.5 + 0.5 * jnp.tanh(x * (_SCALE + _SCALE * _CUBIC * square))
     value = x * half
     return value, half + value * (1 - half) * (2 * _SCALE + 6 * _SCALE * _CUBIC * square)
@@ -91,6 +93,7 @@ def _gelu(x):
 def _silu(x):
     """x sigmoid(x)."""
     jnp = x.__array_namespace__()
+    # sigmoid(x) = (1 + tanh(x / 2)) / 2, with the operations that kernels have.
     half = 0.5 + 0.5 * jnp.tanh(0.5 * x)
     value = x * half
     return value, half + value * (1 - half)

@@ -268,6 +268,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         with contextlib.suppress(TypeError, ValueError):
             specs = dict(specs)
         specs = arguments.argument("linears", Mapping[str, LinearSpec], specs)
+        # A config is hashed and compared, so specs have one order.
         linears = tuple(sorted(specs.items()))
         for name, _ in linears:
             if name not in self.projections:

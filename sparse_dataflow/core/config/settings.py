@@ -279,6 +279,7 @@ def settings(kind: object) -> tuple[Setting, ...]:
 @functools.cache
 def _settings(kind: Any) -> tuple[Setting, ...]:
     fields = [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
+    # A setting that may be None is of the type `X | None`, and X is what its text names.
     types = [f.type if f.default is not None else get_args(f.type)[0] for f in fields]
     return tuple(
         Setting(f.name, t, f.default, **f.metadata["setting"]) for f, t in zip(fields, types)

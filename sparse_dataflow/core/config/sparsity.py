@@ -86,6 +86,7 @@ class SparsityConfig(Readable):
     def __post_init__(self):
         validate(self, "sparsity")
         inputs, outputs = block_sides(self.block)  # type: ignore[misc]
+        # One spelling of each block, as configs are compared.
         object.__setattr__(self, "block", inputs if inputs == outputs else f"{inputs}x{outputs}")
         if self.kind != "auto" and self.pattern in KINDS:
             raise UserError(

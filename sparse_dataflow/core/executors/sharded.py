@@ -197,6 +197,7 @@ class Sharded(TracedExecutor):
         rank = whole.Rank(
             Shard(
                 longer("tensor"),
+                # Rows that the model axes do not divide are whole on each device.
                 bool(sharding.axes_of(all_specs["embed"]["tokens"]) & set(MODEL_AXES)),
                 self._kv_copies(model),
                 (*BATCH_AXES, *(("context",) if longer("context") else ())),

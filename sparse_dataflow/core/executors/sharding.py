@@ -250,6 +250,7 @@ def gathered_specs(model: ModelConfig, specs: dict, exchange: bool) -> dict:
     """
 
     def gathered(path, spec):
+        # All but the shared expert, which each device has.
         is_expert = re.search(_EXPERTS + r"(?!shared)\w+\.", dotted_path(path))
         return P() if exchange and is_expert and leaf_of(model, path) else spec
 

@@ -188,6 +188,7 @@ def apply_blocks(
         if unrolled:
             for i, layer in enumerate(_unstack(stacked) or [()] * config.num_layers):
                 xs, layer_metrics = run[group_kinds[i]](xs, layer)
+                # [1, ...], as a scan stacks metrics over its layers.
                 metrics.append(jax.tree.map(lambda leaf: leaf[None], layer_metrics))
         else:
             if len({model for _, model in group_kinds}) > 1:
@@ -446,6 +447,7 @@ def routed_tokens(
     """Returns the number of tokens of a batch, on all devices, that have experts; at least 1."""
     if not padded:
         return batch.targets.size * rank.batch_shards
+    # Each device counts its own tokens, so that each counts once in the sum.
     count, axes = rank.local_tokens(_real(config, batch)).sum(), rank.shard.row_axes
     return jnp.maximum(lax.psum(count, axes) if axes else count, 1)
 
@@ -518,6 +520,8 @@ def token_scores(
     local = local_batch(config, batch, rank)
     x, _, _ = _residual(config, embed, params, local, rank)
     if rank.context is not None:
+        # Places count in the whole sequence: all tokens are put in order, and cut over "tensor"
+        # again.
         x = rank.shard.slice(rank.context.gather(rank.shard.gather(x)), axis=1)
     return gpt.head_scores(config, head, embed["tokens"], x, places, targets, rank.shard)
 

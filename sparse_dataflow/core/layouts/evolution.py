@@ -72,8 +72,10 @@ def exchange(
       most `layout.max_fan_out`.
     """
     mask, count = layout.mask.copy(), round(share * layout.nnz)
+    # Without a limit an input block may have every output.
     limit = layout.max_fan_out or layout.out_blocks
     absent = growth[~mask]
+    # [in_blocks, out_blocks], as `growth`.
     loss = np.zeros(mask.shape)
     loss[layout.rows, layout.cols] = norms / (np.sort(norms)[:count].sum() or 1.0)
     profit = gain * growth / (np.sort(absent)[max(0, len(absent) - count) :].sum() or 1.0)
@@ -382,6 +384,7 @@ def _gradual(model, config):
         for group in layer_groups(model)
         for name in model.partial_projections
     )
+    # Rounding must not add a halving to a power of 2.
     halvings = math.ceil(math.log2(1 / lowest) - 1e-9)
     specs = []
     for power in range(halvings, -1, -1):
@@ -409,9 +412,11 @@ def _doubled(model, power):
 
     def doubled_spec(name):
         spec = model.linear(name)
+        # Of the sparsest layer: once it stores every block, all do.
         density = spec.density * least * 2**power
         if density > 1 - 1e-9:
             return LinearSpec(rank=spec.rank)
+        # Of each layer, over the density of the sparsest; no layer stores more than all blocks.
         by_depth.add(tuple(min(m / least, 1 / density) for m in model.density_by_depth))
         return dataclasses.replace(spec, pattern=RUNTIME_PATTERN, density=density)
 
@@ -456,6 +461,7 @@ def _omit_features(model, config):
     models = [model]
     for rung in range(OMISSION_RUNGS):
         share = config.omitted * (1 - rung / OMISSION_RUNGS)
+        # At least one unit stays.
         left_out = min(round(share * model.d_ff / unit), model.d_ff // unit - 1) * unit
         models.append(dataclasses.replace(model, d_ff=model.d_ff - left_out, left_out=left_out))
     rungs = [each for each in models[1:] if each.left_out]

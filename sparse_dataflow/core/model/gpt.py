@@ -501,6 +501,7 @@ def head_loss(
     x_NxD, output = output_layer(params, embedding_VxD, x_NxD)
     axes, size, cap = shard.vocabulary_axes, config.vocab_size, config.logit_cap
     if batch.teacher is not None:
+        # A cap of logits is refused with a teacher: the divergence compares plain ones.
         teacher = TeacherOutput(_rows(teacher_hidden), *batch.teacher)
         loss = distillation_loss(x_NxD, output, targets, weights, teacher, axes, size)
     elif scored and config.bidirectional:

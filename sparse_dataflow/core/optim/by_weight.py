@@ -173,6 +173,7 @@ def update_leaf(
             gradient, before, param
         )
         arrays = map(jnp.asarray, jax.tree.leaves(after))
+        # A state that changed its dtypes would compile the step anew.
         return step, tuple(new.astype(old.dtype) for new, old in zip(arrays, state, strict=True))
 
     step, arrays = _over_stack(weight_step, axes, param)(gradient, tuple(state), param)

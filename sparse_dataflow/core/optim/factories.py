@@ -208,8 +208,10 @@ def _try(name, make):
                 "does not follow learning_rate; legal: a factory that hands learning_rate on, and "
                 "optax.inject_hyperparams left out."
             )
+        # A step down has a negative product with the gradient.
         if sum(float(jnp.vdot(step[key], gradients[key])) for key in step) > 0:
             raise _Unfit("goes up the gradient; legal: optax.scale_by_learning_rate at its end.")
+    # Larger gradients of one weight must leave the step of another.
     scaled = updates(1e-3, weights, gradients | {"a": 1000 * gradients["a"]})
     if not np.allclose(step["b"], scaled["b"], rtol=1e-3, atol=1e-30):
         raise _Unfit(

@@ -202,6 +202,7 @@ def _moments(model, training, mesh):
 
     def init(params):
         state = adam.init(others(params))
+        # Muon's momentum takes the place of Adam's first moment.
         return rounded(state._replace(mu=jax.tree.map(jnp.zeros_like, params)))
 
     def update(gradients, state, params=None, *, rest=(), **_):

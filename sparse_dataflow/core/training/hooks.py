@@ -60,6 +60,7 @@ class Evolve(Hook):
             "update_seconds": elapsed,
             "parameters": sum(leaf.size for leaf in jax.tree.leaves(trainer.state.params)),
         }
+        # Of the next step: a run that resumes from the checkpoint of this one changes again.
         trainer.write("evolution", row | changed, trainer.step + 1)
         trainer.model_changed(phase_ends)
 
@@ -122,6 +123,7 @@ class SkipSpikes(Hook):
         if step.accepted:
             self._history = self._history.with_accepted(step.loss)
             return
+        # A count alone: the loss of a skipped step must not raise the limit of later ones.
         self._history = self._history.with_skipped()
         assert step.limit is not None
         values = {"loss": step.loss, "limit": float(step.limit)}
@@ -136,10 +138,13 @@ class SkipSpikes(Hook):
     def _roll_back(self, trainer):
         """Restores the parameters of a checkpoint from before the skipped steps."""
         refuse_more_rollbacks(trainer.name, trainer.step, self._history)
+        # A checkpoint that is still being written counts too.
         trainer.checkpoints.wait()
+        # Of process 0, so that all processes roll back to the same step.
         saved_steps = collectives.on_first(trainer.checkpoints.regular_steps)
         target = self._history.rollback_step(saved_steps, trainer.step)
         self._history = self._history.with_rollback()
+        # Parameters of another phase may have other shapes.
         if target is None or phase_before(trainer.phases, target) != trainer.phase_number:
             say(
                 f"{trainer.name:>6}: no rollback: this phase has no checkpoint from before the "
@@ -180,6 +185,7 @@ class Record(Hook):
         if not step.accepted:
             return
         training = trainer.training
+        # Tokens per second of this step alone.
         speed = training.batch * training.sequence / step.seconds
         numbers = {**step.numbers, **self._more(step)}
         row = {
@@ -254,4 +260,5 @@ def usual(
     spikes = [SkipSpikes(skip_spikes)] if skip_spikes else []
     saves = [Evaluate(eval_every), Save(checkpoint_every)]
     budgets = [budget] if budget else []
+    # Changes come before a step.  A budget comes before those who ask whether a step is the last.
     return [Evolve(change), *spikes, *budgets, record or Record(), *saves, *last]

@@ -145,6 +145,7 @@ def phases_flops(
         total += phase.steps * tokens * token_flops(phase.model, training, teacher, share)
     if METHODS[evolution.method].reads_gradients:
         measured = _measured_tokens(evolution, training)
+        # Methods that read gradients have one phase.
         norms = cost.gradient_norms_flops(run_phases[0].model, measured, training.sequence)
         total += len(update_steps(evolution, training.steps)) * norms
     for phase in run_phases:

@@ -224,6 +224,7 @@ def refuse_other_layouts(state: TrainState, phase: Phase) -> None:
     Raises:
       UserError: a pattern of this version chooses other blocks than the version that trained.
     """
+    # Programs of such a phase read their tables, whichever they are.
     if phase.runtime_layouts:
         return
     saved = stacks.layouts_of(phase.model, state.rest)

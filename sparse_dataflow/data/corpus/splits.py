@@ -170,6 +170,7 @@ def split(
         say_once(f"{name}: its {len(digests):,} documents are one text, which is read once")
     # There is no second text to hold out, so the end of the only one is.
     head, tail = held_out.cut_in_two(documents[0])
+    # The digest of the whole too, so that no copy of it is trained in a mixture.
     sides = Sides(digests[:1], np.unique([digests[0], np.uint64(held_out.digest(tail.text))]))
     return Corpus(name, [head], [tail], content, sides=sides)
 

@@ -48,6 +48,7 @@ class StoredDocuments(Sequence[Document]):
 
     # Slices are not supported.
     def __getitem__(self, index: int) -> Document:  # type: ignore[override]
+        # Counts from the end too, and raises IndexError beyond it.
         index = range(len(self))[index]
         try:
             record = storage.retry(f"Reading record {index}", lambda: self.records[index])

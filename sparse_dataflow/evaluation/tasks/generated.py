@@ -56,6 +56,7 @@ def copying(rng: np.random.Generator, tokens: int) -> tuple[str, list[str]]:
     count = int(np.clip(tokens // 6, *_WORDS))
     words = rng.choice(list(NOUNS), count, replace=False).tolist()
     place = int(rng.integers(1, count))
+    # Neither the answer nor the word in front of it, with which the context ends.
     others = [word for i, word in enumerate(words) if i not in (place, place - 1)]
     choices = [words[place], *rng.choice(others, min(3, len(others)), replace=False).tolist()]
     return " ".join(words + words[:place]), [f" {word}" for word in choices]
@@ -71,6 +72,7 @@ def brackets(rng: np.random.Generator, tokens: int) -> tuple[str, list[str]]:
             open_ones.append(str(rng.choice(list(_BRACKETS))))
             text += open_ones[-1]
         text += str(rng.choice(_FILLERS))
+    # All are closed, so one more is opened: there is always something to close.
     if not open_ones:
         open_ones.append("(")
         text += "(" + str(rng.choice(_FILLERS))
@@ -80,6 +82,7 @@ def brackets(rng: np.random.Generator, tokens: int) -> tuple[str, list[str]]:
 
 def arithmetic(rng: np.random.Generator, tokens: int) -> tuple[str, list[str]]:
     """Draws a sum or a difference of two numbers up to 30; the others are near the result."""
+    # The larger one first, so that no difference is negative.
     first, second = sorted(rng.integers(_LARGEST_NUMBER + 1, size=2).tolist(), reverse=True)
     if rng.random() < 0.5:
         result, sign = first - second, "-"
@@ -113,6 +116,7 @@ def draw_items(
         if len(items) == count + examples:
             break
         context, choices = draw(rng, tokens)
+        # Choice 0 is the right one, so its new place is where `order` is 0.
         order = rng.permutation(len(choices))
         shuffled = tuple(choices[i] for i in order)
         items.setdefault(context, Item(context, shuffled, int(np.argmin(order)), str(len(items))))

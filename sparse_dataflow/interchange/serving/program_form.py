@@ -110,6 +110,7 @@ def _programs(model, prepared, longest):
 
     @functools.partial(jax.jit, donate_argnames="caches")
     def decode(arrays, caches, tokens_B, positions_B):
+        # Keys and values of each layer in turns.
         layers = tuple(map(kv_cache.LayerCache, caches[::2], caches[1::2]))
         weights = jax.tree.unflatten(structure, arrays)
         return flat(*kv_cache.decode_token(model, weights, layers, tokens_B, positions_B))

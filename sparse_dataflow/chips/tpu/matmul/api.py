@@ -102,6 +102,7 @@ def _gradients(options, x, values, before, dy, lines):
         if before is not None:
             derived = times_derivative(options.activation, dy, before)
         (dvalues,) = stored_weight_gradient(tuning, x, derived, values, lines)
+    # Without the columns that pad x to whole tiles.
     dx = _input_gradient(options, derived, values, lines)[:, : x.shape[1]]
     return dx, dvalues, derived, dbias
 

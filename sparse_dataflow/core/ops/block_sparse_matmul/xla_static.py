@@ -97,6 +97,7 @@ def group_weight(
     values: jax.Array, layout: BlockLayout, rows: tuple[int, ...], cols: tuple[int, ...]
 ) -> jax.Array:
     """Return a group's dense weight [len(rows) * block, len(cols) * block]."""
+    # [rows, cols, block, block] -> [rows, block, cols, block].
     stored = values[layout.slots[np.ix_(rows, cols)]]
     return stored.swapaxes(1, 2).reshape(len(rows) * layout.block, len(cols) * layout.block)
 

@@ -56,4 +56,5 @@ def _even_tile(rows, most):
         return rows
     whole = most // TOKENS * TOKENS
     divisors = [tile for tile in range(TOKENS, whole + 1, TOKENS) if rows % tile == 0]
+    # A divisor leaves no shorter last tile, but may be much smaller.
     return divisors[-1] if divisors and 2 * divisors[-1] >= most else whole or most
