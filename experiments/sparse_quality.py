@@ -77,7 +77,6 @@ ARMS = {
     "distilled": MONARCH | {"training.teacher": "dense"},
     "small": SMALL,
     "inherited": DENSE | {"training.teacher": "small"} | FIRST,
-    "small_throughout": DENSE | {"training.teacher": "small"},
     "sparse_to_dense_half": TO_DENSE_HALF,
     "low_rank_to_dense_half": TO_DENSE_HALF | LOW_RANK,
     "attention_first_half": TO_DENSE_HALF | ATTENTION_FIRST,

@@ -16,6 +16,7 @@ from sparse_dataflow.data.corpus.splits import Corpus
 from sparse_dataflow.data.tokenizer import Tokenizer, gpt2_tokenizer
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.hardware import detect
+from sparse_dataflow.planner.memory import matrix_count
 from sparse_dataflow.runs.equal_cost import stored_parameters
 from sparse_dataflow.runs.run_config import SIZES, preset
 
@@ -54,9 +55,16 @@ def test_every_arm_is_a_model_that_can_be_trained(arms):
         is_dense = not model.weight_words
         assert variant.name == ("dense" if is_dense else "sparse")
         assert (variant.name == "dense") == (
-            name in ("dense", "moe_equal_flops", "moe_equal_parameters")
+            name in ("dense", "small", "inherited", "moe_equal_flops", "moe_equal_parameters")
         )
         assert variant.phases[-1].steps >= 1
+
+
+def test_the_small_teacher_has_a_quarter_of_the_projections(arms):
+    small, dense = (matrix_count(arms[name].model) for name in ("small", "dense"))
+    assert 4 * small == dense
+    inherited = arms["inherited"]
+    assert inherited.model == arms["dense"].model and inherited.training.teacher_first == 0.3
 
 
 def test_arms_are_relative_to_the_width(arms):
