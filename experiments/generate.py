@@ -7,6 +7,7 @@
     python -m experiments.generate --runs=runs/CODE,runs/PROSE --prompts=FILE
     python -m experiments.generate --run=runs/NAME --variant=dense --activation_sparsity=0.4
     python -m experiments.generate --run=runs/MIXTURE --expert_slots=4
+    python -m experiments.generate --run=DIR --mesh=tensor:4
 
 Without --variant the sparse model writes, where the run has one.  --interactive continues each line
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
@@ -23,6 +24,9 @@ is the share of all, and qkv:0.5,mlp_out:0.3 is one for each.  Thresholds come f
 training tokens of the run.  One text on a CPU then reads fewer bytes of dense weights; block-sparse
 weights, several texts, GPUs and TPUs gain nothing.
 
+--mesh cuts the weights and the cache over the devices of this host, for a model that is larger than
+one of them.  The texts are the same, to the rounding of sums over devices.
+
 --expert_slots leaves the experts of a mixture in host memory, and fetches those that the router
 picks.  The device holds that number of experts of each layer.  The texts are the same.  Afterwards
 it prints the bytes on the device, the bytes fetched for a token, and the share of fetches that came
@@ -34,7 +38,7 @@ import dataclasses
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models.load_model import ActivationOptions, ModelOptions
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
-from sparse_dataflow.evaluation.sampling_settings import AUTO, FORMS, SEEDS, SamplingSettings
+from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
 
 
@@ -59,6 +63,9 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
         "rows (1x16) alone, int8 rounds, dense multiplies by XLA; auto is the fastest that does "
         "not round.",
         choices=FORMS,
+    )
+    mesh: str = setting(
+        "", "Cuts the weights over devices, as in tensor:2; legal axes: feature, tensor."
     )
     prompt: str = setting("", "Text to continue; empty begins a document.")
     prompts: str = setting("", "File of prompts, one a line, or .jsonl.", path=True)
@@ -97,6 +104,10 @@ def main(options):
         )
     if options.form != AUTO and (options.runs or options.expert_slots):
         raise UserError("--form is for one --run without --expert_slots; leave one out.")
+    if options.mesh and (options.runs or options.expert_slots or options.form not in (AUTO, DENSE)):
+        raise UserError(
+            f"--mesh is for one --run without --expert_slots in --form={DENSE}; leave one out."
+        )
     if options.router_corpora and not options.runs:
         raise UserError("--router_corpora is for a router, which --runs has; leave it out.")
     runs = composition.run_names(options.runs) if options.runs else []
@@ -113,9 +124,9 @@ def main(options):
         model, offloaded = generate.offload_experts(options, options.expert_slots)
         experts = OneModel(model, offloaded)
     else:
-        if options.form != decoded_form.DENSE:
+        if options.form != DENSE and not options.mesh:
             decoded_form.start_compiling()
-        model = load_model.load(options)
+        model = load_model.load(options, options.mesh)
         if share:
             model = generate.with_thresholds(model, share)
         experts = OneModel(model, form=options.form)

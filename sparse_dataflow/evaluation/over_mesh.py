@@ -1,18 +1,28 @@
-"""Scoring over a mesh: the `Forward` that `scoring.score` takes there."""
+"""A model over a mesh: the `Forward` that `scoring.score` takes, and the cuts that generate."""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import mesh as meshes
+from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.sharded import Sharded
+from sparse_dataflow.core.executors.state_roles import dotted_path
 from sparse_dataflow.core.model.partition import without_tables
 from sparse_dataflow.core.optim.optimizers import TrainState
+from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.evaluation.scoring import PADDING, Forward
 from sparse_dataflow.evaluation.trained import Model
+from sparse_dataflow.files.errors import UserError
+
+CUTS = ("feature", "tensor")
+"""Mesh axes that cut a product.  Of the others "fsdp" would gather each weight at every token."""
 
 
 def mesh_forward(trained: Model, executor: Sharded) -> Forward:
@@ -47,3 +57,46 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
         return [output[:, :count] for output in outputs]
 
     return forward
+
+
+def legal_cuts(mesh: str) -> dict[str, int]:
+    """Returns the size of each axis of a mesh of all devices.
+
+    Raises:
+      UserError: the mesh is not legal here.
+    """
+    sizes = meshes.parse(mesh, jax.device_count())
+    if others := [axis for axis, size in sizes.items() if size > 1 and axis not in CUTS]:
+        raise UserError(
+            f"--mesh={mesh}: generation does not cut {', '.join(others)}; legal: {', '.join(CUTS)}."
+        )
+    return sizes
+
+
+def on_mesh(model: Model, mesh: str) -> Model:
+    """Returns a model whose weights are cut over devices as a training with that mesh cuts them.
+
+    What takes it runs on all of the devices: XLA cuts its programs by the weights, and kernels of
+    one device do not run.  What an axis does not divide is whole on each device.
+
+    Args:
+      model: on one device or on the host, see `sd.load`.
+      mesh: such as "tensor:2"; axes are CUTS, and their product is the number of devices.
+
+    Raises:
+      UserError: the mesh is not legal here.
+    """
+    sizes = legal_cuts(mesh)
+    devices = meshes.make(sizes)
+
+    def placed(path, leaf):
+        name = dotted_path(path)
+        # Each device reads its part of the stored blocks by the tables of the whole layout.
+        whole = LAYOUT in name.split(".")
+        spec = P() if whole else sharding.spec(model.model, name, leaf.shape, devices)
+        parts = [math.prod(sizes[axis] for axis in sharding.entry_axes(entry)) for entry in spec]
+        divided = [size % part == 0 for size, part in zip(leaf.shape, parts, strict=False)]
+        entries = [entry if fits else None for entry, fits in zip(spec, divided, strict=True)]
+        return jax.device_put(leaf, NamedSharding(devices, P(*entries)))
+
+    return dataclasses.replace(model, params=jax.tree_util.tree_map_with_path(placed, model.params))

@@ -29,7 +29,7 @@ def variants(folder: str | Path) -> tuple[str, ...]:
     return read_config(folder).variants
 
 
-def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Model:
+def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST, mesh: str = "") -> Model:
     """Loads a model from a run folder or from a Hugging Face directory, such as `sd.save` writes.
 
     All bytes of a checkpoint are verified.  The folder is not changed; a run may be in progress.
@@ -42,13 +42,16 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
         Qwen/Qwen3-0.6B or hf:gpt2@main.
       variant: "sparse", "dense" or "narrow"; "" for the first that the folder has.
       checkpoint: of a run: "newest", "best" (lowest held-out loss) or a step number.
+      mesh: cuts the weights over all devices to generate, such as "tensor:4"; see
+        `over_mesh.on_mesh`.  The model is then read into host memory first.
 
     Returns:
       The model. That of a directory has no record and 0 steps. Its context is that of its training
       where an export says so, else its longest sequence, up to 8,192 tokens.
 
     Raises:
-      UserError: the folder is neither, or is damaged, or has no such variant or checkpoint.
+      UserError: the folder is neither, or is damaged, or has no such variant or checkpoint; or
+        the mesh is not legal here.
 
     Examples:
         >>> model = sd.init(sd.preset("pico").change(sparsity__block=16), jax.random.key(0))
@@ -56,6 +59,13 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST) -> Mod
         >>> bool(np.all(again.params["embed"]["tokens"] == model.params["embed"]["tokens"]))
         True
     """
+    if mesh:
+        from sparse_dataflow.evaluation.over_mesh import legal_cuts, on_mesh
+
+        legal_cuts(mesh)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            model = load(folder, variant, checkpoint)
+        return on_mesh(model, mesh)
     folder = hub_models.local_folder(folder)
     names = variants(folder)
     if not huggingface.is_directory(folder):

@@ -3,6 +3,9 @@
 import pytest
 from eight_devices import on_eight_devices
 
+from sparse_dataflow.evaluation.over_mesh import legal_cuts
+from sparse_dataflow.files.errors import UserError
+
 
 @pytest.mark.slow
 def test_scores_over_meshes_equal_those_of_one_device(run_folder):
@@ -23,3 +26,20 @@ def test_a_tensor_axis_longer_than_the_key_value_heads_scores_and_decodes_as_one
     ).values()
     assert error < 1e-5 and same_tokens
     assert "sharded over 8 devices; legal with expert_slots: one device" in refusal
+
+
+@pytest.mark.slow
+def test_a_model_that_is_cut_over_devices_has_the_logits_of_one():
+    results = on_eight_devices("evaluation/mesh_cuts.py", "tensor:8", "feature:2,tensor:4")
+    batch, size, stage = results.pop("refused")
+    assert "does not cut data; legal: feature, tensor" in batch
+    assert "is a mesh of 4 devices, and there are 8" in size and "does not cut stage" in stage
+    assert len(results) == 14
+    assert {case: error for case, (error, _) in results.items() if error > 1e-5} == {}
+    # What an axis does not divide is whole on each device, so no model has all of it cut.
+    assert max(share for _, share in results.values()) < 0.8
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    with pytest.raises(UserError, match=r"is a mesh of 2048 devices"):
+        legal_cuts("tensor:2048")

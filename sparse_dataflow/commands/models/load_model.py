@@ -61,8 +61,8 @@ class ModelOptions:
     checkpoint: str = setting("newest", "newest, best (held-out loss) or a step.")
 
 
-def load(options: ModelOptions) -> "Model":
-    """The model that the options name.
+def load(options: ModelOptions, mesh: str = "") -> "Model":
+    """The model that the options name; for `mesh` see `interchange.load`.
 
     Raises:
       UserError: no run is named, or `interchange.load` refuses it.
@@ -71,7 +71,7 @@ def load(options: ModelOptions) -> "Model":
 
     refuse_no_model(options.run)
     program_cache.keep_programs()
-    return load.load(options.run, options.variant, options.checkpoint)
+    return load.load(options.run, options.variant, options.checkpoint, mesh)
 
 
 def refuse_no_model(run: str, flag: str = "--run") -> None:
