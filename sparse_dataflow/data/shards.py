@@ -151,11 +151,14 @@ def texts(shard: Shard, column: str, row: int, skipped: Skipped) -> Iterator[tup
     row, attempt = max(row, shard.skip), 0
     while True:
         try:
-            for number, text in _rows(shard, column, row, skipped):
-                yield number, text
+            for number, text, reason in _rows(shard, column, row):
                 # Attempts count anew after each row: a long file may lose its connection many
-                # times.
+                # times.  A row that is left out has been read too, and is not counted again.
                 row, attempt = number + 1, 0
+                if reason:
+                    skipped.add(reason, f"{short(shard.address)}, row {number}")
+                else:
+                    yield number, text
             return
         except UserError:
             raise
@@ -174,16 +177,11 @@ def texts(shard: Shard, column: str, row: int, skipped: Skipped) -> Iterator[tup
             attempt += 1
 
 
-def _rows(shard, column, row, skipped):
-    if is_parquet(shard.address):
-        pairs = _parquet_rows(shard, column, row)
-    else:
-        pairs = _line_rows(shard, column, row, skipped)
-    for number, text in pairs:
-        if text is None or not text.strip():
-            skipped.add("without text", f"{short(shard.address)}, row {number}")
-        else:
-            yield number, text
+def _rows(shard, column, row):
+    """Yields the number of each row, its text, and why it is left out, or ""."""
+    read = _parquet_rows if is_parquet(shard.address) else _line_rows
+    for number, text, reason in read(shard, column, row):
+        yield number, text, reason or ("" if text and text.strip() else "without text")
 
 
 def _parquet_rows(shard, column, row):
@@ -201,33 +199,31 @@ def _parquet_rows(shard, column, row):
                 continue
             for number, text in enumerate(table.values(column, group), start):
                 if number >= row:
-                    yield number, text
+                    yield number, text, ""
 
 
-def _line_rows(shard, column, row, skipped):
+def _line_rows(shard, column, row):
     plain = shard.address.endswith(TEXT)
     for number, line in _lines(shard.address, row):
-        place = f"{short(shard.address)}, row {number}"
         try:
             text = line.decode()
         except UnicodeDecodeError:
-            skipped.add("that are not UTF-8", place)
+            yield number, "", "that are not UTF-8"
             continue
         if plain:
-            yield number, text
+            yield number, text, ""
             continue
         if not text.strip():
             continue
         record = _parsed(line)
         if not isinstance(record, dict):
-            skipped.add("that are no JSON object", place)
-        elif not isinstance(record.get(column), str | None):
-            skipped.add(f'with a "{column}" that is no string', place)
+            yield number, "", "that are no JSON object"
+        elif not isinstance(value := record.get(column), str | None):
+            yield number, "", f'with a "{column}" that is no string'
         else:
-            value = record.get(column)
             if value and not value.isascii():
                 value = value.encode(errors="replace").decode()  # An unpaired surrogate.
-            yield number, value
+            yield number, value, ""
 
 
 def _parsed(line: bytes) -> object:

@@ -162,4 +162,6 @@ def _filtered(logits_BxV, top_k, top_p):
     # 1904.09751).
     mass_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # The most likely token stays for any top_p.
-    return jnp.where((mass_before < top_p) | (rank == 0), logits_BxV, -jnp.inf), order
+    # Sums round, so 1 is no bound of theirs but stands for all tokens.
+    stays = (mass_before < top_p) | (rank == 0) | (top_p >= 1)
+    return jnp.where(stays, logits_BxV, -jnp.inf), order

@@ -81,7 +81,7 @@ def least(
     # With Gumbel noise added, the order of logarithms is a draw without replacement.
     rank = np.log(np.maximum(importance, np.finfo(np.float64).tiny))
     if sampled:
-        rank = rank + rng.gumbel(size=rank.shape)  # The largest are such a draw.
+        rank = rank + rng.gumbel(size=rank.shape)
     return np.sort(np.argsort(rank, kind="stable")[:count]).astype(np.int32)
 
 

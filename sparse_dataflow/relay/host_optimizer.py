@@ -246,6 +246,8 @@ def narrow(array: np.ndarray, out: np.ndarray) -> None:
     rounded += bits
     rounded >>= 16
     out.view(np.uint16)[:] = rounded
+    if np.isnan(array.sum()):  # A NaN with all of its bits set would carry over to 0.
+        out[np.isnan(array)] = np.nan
 
 
 def _flat(array):

@@ -452,12 +452,12 @@ def test_a_connection_that_breaks_is_opened_again_at_its_row(four, monkeypatch):
     monkeypatch.setattr(shards.storage, "WAITS", (0.0, 0.0))
     rows, broken = shards._rows, []
 
-    def breaks(shard, column, row, skipped):
-        for number, value in rows(shard, column, row, skipped):
+    def breaks(shard, column, row):
+        for number, value, reason in rows(shard, column, row):
             if number % 4 == 3 and (shard, number) not in broken:
                 broken.append((shard, number))
                 raise ConnectionResetError("peer")
-            yield number, value
+            yield number, value, reason
 
     expected = [batches(four.stream)[step].tokens for step in range(3)]
     monkeypatch.setattr(shards, "_rows", breaks)
@@ -468,6 +468,27 @@ def test_a_connection_that_breaks_is_opened_again_at_its_row(four, monkeypatch):
     monkeypatch.setattr(shards, "_rows", lambda *_: (_ for _ in ()).throw(TimeoutError("slow")))
     with pytest.raises(UserError, match="check the network, and resume the run"):
         batches(four.stream)[0]
+
+
+def test_a_row_that_is_left_out_counts_once_where_a_connection_breaks(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards.storage, "WAITS", (0.0, 0.0))
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\xff\n[]\n{"text": 1}\n{"text": ""}\n{"text": "b"}\n')
+    rows, broken = shards._rows, []
+
+    def breaks(shard, column, row):
+        for number, value, reason in rows(shard, column, row):
+            if number not in broken:
+                broken.append(number)
+                raise ConnectionResetError("peer")
+            yield number, value, reason
+
+    monkeypatch.setattr(shards, "_rows", breaks)
+    skipped = shards.Skipped()
+    shard = shards.Shard(str(path))
+    assert list(shards.texts(shard, "text", 0, skipped)) == [(0, "a"), (5, "b")]
+    assert broken == list(range(6)) and set(skipped.counts.values()) == {1}
+    assert len(skipped.counts) == 4
 
 
 def test_a_lane_reads_ahead_and_its_error_comes_when_it_is_needed(four, monkeypatch):

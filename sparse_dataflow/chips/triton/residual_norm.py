@@ -172,6 +172,7 @@ def _gradients(norm, residual, scale, dresidual, dnormed, *, sums):
     operands = residual, scale, dresidual, dnormed
     return pl.pallas_call(
         residual_norm_gradient,
+        name="residual_norm_gradient",
         grid=(programs,),
         in_specs=[target.whole(array) for array in operands],
         out_specs=[target.whole(shape) for shape in shapes],

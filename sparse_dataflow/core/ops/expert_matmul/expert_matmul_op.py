@@ -30,11 +30,11 @@ def ragged(x_SxGxD: jax.Array, weights_ExGxDxF: jax.Array, tiles_T: jax.Array) -
     """Computes `expert_matmul` as one `jax.lax.ragged_dot`, over (part, expert) in this order."""
     rows, parts, inputs = x_SxGxD.shape
     experts, _, _, outputs = weights_ExGxDxF.shape
-    # The rows of a part follow those of all tiles of the part before.
     # A tile without an expert counts to the last one, as sizes must add up to all rows.  Its
     # products are not read.
     tiles_T = jnp.minimum(tiles_T, experts - 1)
     sizes = jnp.bincount(tiles_T, length=experts) * (rows // len(tiles_T))
+    # The rows of a part follow those of all tiles of the part before.
     y = lax.ragged_dot(
         x_SxGxD.swapaxes(0, 1).reshape(parts * rows, inputs),
         weights_ExGxDxF.swapaxes(0, 1).reshape(parts * experts, inputs, outputs),
