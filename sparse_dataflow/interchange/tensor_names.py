@@ -1,7 +1,9 @@
 """Parameters of a dense model from named tensors, and back, by a row of `architectures`."""
 
+import functools
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -107,8 +109,9 @@ def _read(architecture, model, files, shapes, layers=None):
     for entry in _entries(architecture, model, files.names, shapes, prefix):
         names = list(entry.names(layers))
         stacked = np.empty(0, np.float32)
-        for number, name in enumerate(names):
-            tensor = files.read(name, entry.shape)[entry.skip :]
+        read = functools.partial(files.read, shape=entry.shape)
+        for number, tensor in enumerate(_one_ahead(read, names)):
+            tensor = tensor[entry.skip :]
             tensor = tensor + np.float32(entry.offset) if entry.offset else tensor
             tensor = np.swapaxes(tensor, -1, -2) if entry.transposed else tensor
             tensor = _halves(tensor, entry.paired) if entry.paired else tensor
@@ -127,6 +130,18 @@ def _read(architecture, model, files, shapes, layers=None):
     if "blocks" not in params:
         return params
     return fuse_qkv(model, split_qkv(_stored_config(architecture, model), params))
+
+
+def _one_ahead(function, items):
+    """Yields function(item) of each item; the next one is computed while one is used."""
+    with ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(function, item) for item in items[:1]]
+        for item in items[1:]:
+            # Two results are in memory at most.
+            ahead.append(thread.submit(function, item))
+            yield ahead.pop(0).result()
+        for last in ahead:
+            yield last.result()
 
 
 def write(architecture: Architecture, model: ModelConfig, params: dict) -> dict[str, np.ndarray]:
@@ -277,5 +292,6 @@ def refuse_others(architecture: Architecture, model: ModelConfig, files: Tensors
         )
 
 
+@functools.lru_cache(maxsize=2)
 def _shapes(model):
     return jax.eval_shape(lambda: gpt.init(model, jax.random.key(0)))
