@@ -350,7 +350,7 @@ PARALLEL = (
     Conflict(
         OTHER_AXES,
         (RELAY,),
-        "which keeps each block whole on every device",
+        "which keeps each layer whole on every device",
         "legal: --mesh=data:N",
     ),
 )
