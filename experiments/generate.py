@@ -104,10 +104,14 @@ def main(options):
         )
     if options.form != AUTO and (options.runs or options.expert_slots):
         raise UserError("--form is for one --run without --expert_slots; leave one out.")
-    if options.mesh and (options.runs or options.expert_slots or options.form not in (AUTO, DENSE)):
-        raise UserError(
-            f"--mesh is for one --run without --expert_slots in --form={DENSE}; leave one out."
-        )
+    rivals = {
+        "--runs": options.runs,
+        "--expert_slots": options.expert_slots,
+        "--activation_sparsity": share,
+        f"--form={options.form}": options.form not in (AUTO, DENSE),
+    }
+    if options.mesh and (named := [flag for flag, given in rivals.items() if given]):
+        raise UserError(f"--mesh does not go with {', '.join(named)}; leave one out.")
     if options.router_corpora and not options.runs:
         raise UserError("--router_corpora is for a router, which --runs has; leave it out.")
     runs = composition.run_names(options.runs) if options.runs else []

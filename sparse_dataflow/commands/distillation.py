@@ -28,7 +28,9 @@ def teacher_of(
         start = starting_point.read(path, preferred=starting_point.DENSE)
     else:
         start = starting_point.read_again(record.teacher or {}, folder, "learn from")
-    start.model.refuse_bidirectional("A student of training.teacher", "no students")
+    start.model.refuse_bidirectional(
+        f"A student of training.teacher={path}", "a teacher of next tokens"
+    )
     same = start.tokenizer.content_hash == tokenizer.content_hash
     if not same or start.model.vocab_size != tokenizer.vocab_size:
         raise UserError(

@@ -291,7 +291,8 @@ class RunConfig(Readable):
             remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number.
         sequence, vectors = self.training.sequence, self.training.prompt_vectors
         more = f" after training.prompt_vectors={vectors}" if vectors else ""
-        self.model.check_context(sequence + vectors, f"training.sequence={sequence}{more}")
+        name = f"training.sequence={sequence}{more}"
+        self.model.check_context(sequence + vectors, name, vectors)
         compatibility.refuse(self)
 
     @property

@@ -62,7 +62,7 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     adapted = training.adapter_rank, training.frozen_dtype, training.prompt_vectors
     if name != "sparse" and config.sparsity.projections:
         # A twin is the plain training to compare with: no teacher, and dense from the start.
-        plain = dataclasses.replace(config.training, teacher="")
+        plain = dataclasses.replace(config.training, teacher="", teacher_first=0.0)
         config = dataclasses.replace(config, training=plain)
     if name == "dense":
         model = with_adapters(dense, *adapted)

@@ -112,7 +112,7 @@ def test_what_a_run_begins_with_is_said_with_its_loss(place, capfd):
     assert words in log
     rows = read_metrics(run.folder / "sparse" / "metrics.jsonl")
     [before] = [row for row in rows if row["kind"] == "eval" and row["step"] == 0]
-    assert f"held-out loss before the first step {before['loss']:.4f} nats" in log
+    assert f"held-out loss before the first step {before['loss']:.4f} nats, " in log
     adapted = request_of(place, training__adapter_rank=2, run__out=str(place / "adapted"))
     assert sd.train(adapted.config(), texts=TEXTS).finished
     assert f"adapters on the sparse model of {place / 'run'}" in capfd.readouterr().err

@@ -105,8 +105,14 @@ def test_what_has_no_teacher_is_refused(changes, words):
 
 
 def test_a_twin_has_no_teacher():
-    config = SMALL.change(training__teacher="folder", run__twin="yes")
+    changes = {"training__teacher": "folder", "training__teacher_first": 0.5}
+    config = SMALL.change(run__twin="yes", **changes)
     assert [v.training.teacher for v in variants(config)] == ["folder", ""]
+
+
+def test_first_steps_with_a_teacher_need_one():
+    with pytest.raises(UserError, match=r"teacher_first=0.3 needs a training.teacher"):
+        SMALL.change(training__teacher_first=0.3)
 
 
 @given(st.integers(1, 50), st.floats(0.01, 0.99), st.floats(0.1, 1.0))

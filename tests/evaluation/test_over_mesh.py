@@ -40,6 +40,14 @@ def test_a_model_that_is_cut_over_devices_has_the_logits_of_one():
     assert max(share for _, share in results.values()) < 0.8
 
 
-def test_a_mesh_of_more_devices_than_there_are_is_refused():
-    with pytest.raises(UserError, match=r"is a mesh of 2048 devices"):
-        legal_cuts("tensor:2048")
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("tensor:2048", "is a mesh of 2048 devices"),
+        ("auto", "does not cut auto; legal: feature, tensor"),
+        ("fsdp:2,tensr:2", "does not cut fsdp, tensr; legal: feature, tensor"),
+    ],
+)
+def test_a_mesh_that_cuts_no_product_is_refused(mesh, words):
+    with pytest.raises(UserError, match=words):
+        legal_cuts(mesh)

@@ -10,6 +10,7 @@ from main_job import rows
 
 from experiments import evaluate
 from sparse_dataflow.commands import library
+from sparse_dataflow.commands.models import evaluate as evaluation
 from sparse_dataflow.commands.models import evaluation_report
 from sparse_dataflow.data import cache
 from sparse_dataflow.interchange import huggingface
@@ -193,6 +194,12 @@ def test_runs_that_cannot_be_compared(evaluated, copy, undisturbed):
     error = evaluation_refusal(evaluated, f"--run={undisturbed}", f"--against={copy}")
     assert "different corpora" in error
     assert "has changed since" in evaluation_refusal(evaluated, f"--run={copy}")
+    # A run that begins with the other one is compared with it.
+    config = json.loads((copy / "config.json").read_text())
+    config["run"]["init_from"] = str(undisturbed)
+    (copy / "config.json").write_text(json.dumps(config))
+    assert evaluation._begins_with(copy, undisturbed)
+    assert not evaluation._begins_with(undisturbed, copy)
 
 
 def test_without_lm_eval_the_extra_is_named(evaluated, copy, monkeypatch):

@@ -144,7 +144,11 @@ def train_models(
         for model, trainer in zip(models, trainers, strict=True):
             if config.run.init_from and not trainer.step:
                 row = trainer.evaluate()
-                say(f"{model.name:>6}: held-out loss before the first step {row['loss']:.4f} nats")
+                loss, bits = row["loss"], row["bits_per_byte"]
+                say(
+                    f"{model.name:>6}: held-out loss before the first step {loss:.4f} nats, "
+                    f"{bits:.4f} bits per byte"
+                )
             if resume:
                 steps = model.variant.training.steps
                 say(f"{model.name:>6}: resumes after step {trainer.step} of {steps}")

@@ -260,7 +260,8 @@ def _name(models, variant, folder, is_own):
 def _refuse_unlike(folder, place, models, model):
     """Refuses a model whose losses cannot be compared with those of the first."""
     corpora = {t.record.corpus_hash for t in (*models, model) if t.record}
-    if len(corpora) > 1:
+    # What a run held out is a function of its text, so one that begins with another held out alike.
+    if len(corpora) > 1 and not (_begins_with(folder, place) or _begins_with(place, folder)):
         raise UserError(
             f"{folder} and {place} were trained on different corpora, so what one held out "
             "the other may have learned; give runs on the same corpus."
@@ -275,6 +276,12 @@ def _refuse_unlike(folder, place, models, model):
             f"{folder} and {place} have different tokenizers, so their losses a token "
             "cannot be compared; give models with the same tokenizer."
         )
+
+
+def _begins_with(folder, start):
+    """Returns whether a run has the weights of another run at its beginning."""
+    first = read_config(folder).run.init_from if _record(folder) else ""
+    return bool(first) and Path(first).expanduser().resolve() == Path(start).expanduser().resolve()
 
 
 def _record(folder) -> RunRecord | None:

@@ -470,17 +470,25 @@ class ModelConfig(AttentionSettings, RotarySettings):
         is_long = self.positions == "rotary" and self.rotary_scaling == "longrope"
         return min(self.max_len, self.rotary_length) if is_long else self.max_len
 
-    def check_context(self, tokens: int, name: str = "") -> None:
-        """Raises UserError if a context, by its name, is longer than the model's positions."""
+    def check_context(self, tokens: int, name: str = "", front: int | None = None) -> None:
+        """Raises UserError if a context, by its name, is longer than the model's positions.
+
+        Args:
+          tokens: of the row, with the vectors in front.
+          front: prompt vectors of the row; None for `prompt_vectors`.
+        """
+        front = self.prompt_vectors if front is None else front
         learned = self.positions == "learned"
         is_limited = learned or self.rotary_scaling in ("dynamic", "longrope")
         # In this order: of an exported program the tokens are a symbol without an upper limit here.
         if is_limited and tokens > self.longest:
             scaled = "" if learned else f" of {self.rotary_scaling} scaling"
-            more = ", or model.positions=rotary" if learned else ""
+            more = ", or model.positions=rotary" if learned and not front else ""
+            more = f" after {front} prompt vectors, or fewer vectors" if front else more
             raise UserError(
-                f"{name or f'Sequence of {tokens} tokens'} is longer than the model's "
-                f"{self.longest} positions{scaled}; legal: 1 to {self.longest}{more}."
+                f"{name or f'Sequence of {tokens - front} tokens'} is longer than the model's "
+                f"{self.longest} positions{scaled}; "
+                f"legal: 1 to {max(1, self.longest - front)}{more}."
             )
 
     @property

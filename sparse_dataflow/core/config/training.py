@@ -237,6 +237,11 @@ class TrainingConfig(Readable):
 
     def __post_init__(self):
         validate(self, "training")
+        if self.teacher_first and not self.teacher:
+            raise UserError(
+                f"training.teacher_first={self.teacher_first:g} needs a training.teacher; legal "
+                "without one: 0."
+            )
         self._check_optimizer()
         if self.mask_replaced + self.mask_random > 1:
             raise UserError(

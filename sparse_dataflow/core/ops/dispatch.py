@@ -70,7 +70,7 @@ def sharding_refusal() -> str:
         unsharded = all(
             size == 1 or kind == manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types)
         )
-    return "" if unsharded else "arrays may be sharded outside shard_map."
+    return "" if unsharded else "this process has several devices, over which arrays may be cut."
 
 
 _without: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("without", default=())

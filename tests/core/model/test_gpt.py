@@ -156,6 +156,15 @@ def test_sequences_longer_than_the_learned_positions_are_refused():
     assert logits_of(ROTARY, arbitrary_params(ROTARY), longer).shape == (4, 20, 40)
 
 
+def test_prompt_vectors_take_positions_from_the_text():
+    config = dataclasses.replace(DENSE, max_len=16, prompt_vectors=4)
+    config.check_context(16)
+    with pytest.raises(UserError, match=r"of 13 tokens .* legal: 1 to 12 after 4 prompt vectors"):
+        config.check_context(17)
+    with pytest.raises(UserError, match=r"T is longer .* legal: 1 to 11 after 5 prompt vectors"):
+        config.check_context(17, "T", 5)
+
+
 def test_norms():
     x = 3 + 2 * np.random.default_rng(0).normal(size=(2, 5, 32)).astype(np.float32)
     scale, bias = np.ones(32, np.float32), np.zeros(32, np.float32)
