@@ -50,7 +50,7 @@ def converse(monkeypatch, capsys):
             stopped_by = write(prompts[-1], lambda text: on_token(0, text)) or "length"
             return [generation.Continuation("", [], stopped_by)]
 
-        monkeypatch.setattr(load_model, "load", lambda options: model)
+        monkeypatch.setattr(load_model, "load", lambda options, mesh="": model)
         monkeypatch.setattr(generation, "generate", generated)
         monkeypatch.setattr(builtins, "input", answer)
         argv = ["generate", "--run=RUN", "--interactive", "--seed=3"]
@@ -92,7 +92,7 @@ def test_ctrl_c_stops_the_text_and_ends_at_the_prompt(converse, end):
 )
 def test_activation_sparsity_is_refused_without_a_run(monkeypatch, capsys, flags, message):
     model = SimpleNamespace(record=None, folder="RUN")
-    monkeypatch.setattr(load_model, "load", lambda options: model)
+    monkeypatch.setattr(load_model, "load", lambda options, mesh="": model)
     with pytest.raises(SystemExit) as left:
         argv = ["generate", *flags]
         command_line.run_main(generate.main, generate.__doc__, options=generate.Options, argv=argv)
@@ -105,7 +105,7 @@ def test_experts_in_host_memory_write_the_same_text_and_the_traffic_is_said(monk
     config = sd.preset("pico").change(sparsity__block=8, sparsity__density=0.5)
     config = config.change(**{f"model__{name}": value for name, value in shape.items()})
     model = sd.init(config, jax.random.key(0))
-    monkeypatch.setattr(load_model, "load", lambda options: model)
+    monkeypatch.setattr(load_model, "load", lambda options, mesh="": model)
     texts = []
     for slots in (0, 3):
         options = generate.Options(run="RUN", prompt="ab", max_new_tokens=3, expert_slots=slots)
@@ -165,7 +165,7 @@ def test_a_file_of_prompts_is_continued_in_batches(monkeypatch, capsys, tmp_path
     model = SimpleNamespace(
         tokenizer=TOKENIZER, context=16, model=SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
     )
-    monkeypatch.setattr(load_model, "load", lambda options: model)
+    monkeypatch.setattr(load_model, "load", lambda options, mesh="": model)
     monkeypatch.setattr(generation, "generate", generated)
     (tmp_path / "prompts.jsonl").write_text('"one\\ntwo"\n\n{"prompt": "é"}\n')
     options = generate.Options(
