@@ -63,6 +63,7 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST, mesh: 
         from sparse_dataflow.evaluation.over_mesh import legal_cuts, on_mesh
 
         legal_cuts(mesh)
+        # The whole model may have no room on the first device.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             model = load(folder, variant, checkpoint)
         return on_mesh(model, mesh)
