@@ -94,8 +94,8 @@ def on_mesh(model: Model, mesh: str) -> Model:
         # Each device reads its part of the stored blocks by the tables of the whole layout.
         whole = LAYOUT in name.split(".")
         spec = P() if whole else sharding.spec(model.model, name, leaf.shape, devices)
-        parts = [math.prod(sizes[axis] for axis in sharding.entry_axes(entry)) for entry in spec]
-        divided = [size % part == 0 for size, part in zip(leaf.shape, parts, strict=False)]
+        shards = [math.prod(sizes[axis] for axis in sharding.entry_axes(entry)) for entry in spec]
+        divided = [size % count == 0 for size, count in zip(leaf.shape, shards, strict=False)]
         entries = [entry if fits else None for entry, fits in zip(spec, divided, strict=True)]
         return jax.device_put(leaf, NamedSharding(devices, P(*entries)))
 
