@@ -10,9 +10,10 @@ from main_job import rows
 
 from experiments import evaluate
 from sparse_dataflow.commands import library
-from sparse_dataflow.commands.models import evaluate as evaluation
 from sparse_dataflow.commands.models import evaluation_report
+from sparse_dataflow.commands.train import train
 from sparse_dataflow.data import cache
+from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.interchange import huggingface
 from sparse_dataflow.interchange.load import load
 from sparse_dataflow.reporting.report_data import ReportData
@@ -194,12 +195,29 @@ def test_runs_that_cannot_be_compared(evaluated, copy, undisturbed):
     error = evaluation_refusal(evaluated, f"--run={undisturbed}", f"--against={copy}")
     assert "different corpora" in error
     assert "has changed since" in evaluation_refusal(evaluated, f"--run={copy}")
-    # A run that begins with the other one is compared with it.
-    config = json.loads((copy / "config.json").read_text())
-    config["run"]["init_from"] = str(undisturbed)
-    (copy / "config.json").write_text(json.dumps(config))
-    assert evaluation._begins_with(copy, undisturbed)
-    assert not evaluation._begins_with(undisturbed, copy)
+
+
+@pytest.mark.slow
+def test_a_run_is_compared_with_the_run_of_another_corpus_that_it_began_with(
+    evaluated, undisturbed, tmp_path
+):
+    """The usual finetuning; the held-out text is that of the first run."""
+    (tmp_path / "sea").mkdir()
+    for number in range(60):
+        text = f"{number} waves and {number + 1} gulls. " * 40
+        (tmp_path / "sea" / f"{number}.txt").write_text(text)
+    config = read_config(undisturbed).change(
+        run__init_from=str(undisturbed), run__twin="no", run__out=str(tmp_path / "tuned"),
+        training__steps=1, data__corpus=str(tmp_path / "sea"),
+    )  # fmt: skip
+    run = train(config)
+    tasks = tmp_path / "mine.jsonl"
+    items = [GOOD | {"context": context} for context in ("the", "of", "and")]
+    tasks.write_text("".join(json.dumps(item) + "\n" for item in items))
+    options = (f"--tasks={tasks}", "--num_fewshot=0")
+    for first, second in ((run.folder, undisturbed), (undisturbed, run.folder)):
+        status, out, error = evaluated(f"--run={first}", f"--against={second}:sparse", *options)
+        assert (status, error) == (0, "") and "held-out text" in out
 
 
 def test_without_lm_eval_the_extra_is_named(evaluated, copy, monkeypatch):
