@@ -121,7 +121,7 @@ def flops_per_token(
     """
     if sequence < 1:
         raise UserError(f"sequence is {sequence} tokens; legal: 1 or more.")
-    row = sequence + config.prompt_vectors
+    row = config.row(sequence)
     fractions, layers = stored_fractions(config), depth * config.num_layers
     forward, trained = {"embed": 0.0}, {}
     for name in config.projections:

@@ -113,7 +113,7 @@ def token_flops(
     depth: float = 1.0,
 ) -> float:
     """Returns the model FLOPs of a training token, with those of a teacher's forward pass, which
-    a fraction `teacher_first` of the steps has.
+    a fraction `teacher_first` of the steps has; all have the teacher's logits.
 
     Args:
       depth: see `cost.flops_per_token`.
@@ -121,7 +121,7 @@ def token_flops(
     adapters = training.freezes
     flops = cost.flops_per_token(model, training.sequence, adapters=adapters, depth=depth).total
     if training.teacher and teacher is not None:
-        flops += teacher.flops_per_token(training.sequence) * (training.teacher_first or 1)
+        flops += teacher.flops_per_token(training.sequence, training.teacher_first or 1.0)
     return flops
 
 

@@ -34,9 +34,15 @@ class Teacher:
     source: Mapping[str, object] = dataclasses.field(default_factory=dict)
     _placed: dict[Executor, ArrayTree] = dataclasses.field(default_factory=dict, repr=False)
 
-    def flops_per_token(self, sequence: int) -> float:
-        """Returns the FLOPs of the forward pass for one token of a sequence of this length."""
-        return cost.flops_per_token(self.model, sequence, training=False).total
+    def flops_per_token(self, sequence: int, share: float = 1.0) -> float:
+        """Returns the FLOPs of the forward pass for one token of a sequence of this length.
+
+        Args:
+          share: of the tokens, of which the teacher reads the text.  The loss of every token has
+            the logits of the teacher, at a weight of 0 too.
+        """
+        flops = cost.flops_per_token(self.model, sequence, training=False)
+        return flops.head + share * (flops.total - flops.head)
 
     @property
     def width(self) -> int:
@@ -49,7 +55,8 @@ class Teacher:
         """Returns the compiled (batch, share of the teacher's weight) -> the batch with the fields
         of a teacher.
 
-        With a share of 0 the hidden states are those of an earlier batch, which cost nothing.
+        With a share of 0 the hidden states are those of an earlier batch: the compiled step takes
+        some, and their logits have no weight in the loss.
 
         Hidden states are normalised and lie where the rows of the tokens do.  They and the output
         layer are those of `gpt.output_layer`, in the student's compute dtype.  Every device holds
