@@ -47,7 +47,7 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
     policy = {"none": "none", "keep": "keep", "dots": "keep"}.get(plan.remat, "full")
     config = dataclasses.replace(config, remat=policy)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
-    sequence += config.prompt_vectors
+    sequence = config.row(sequence)
     tokens = np.asarray(plan.micro_batch) * sequence / plan.context
     shares = {stage: _shard_share(config, plan, stage) for stage in (1, 2, 3)}
     cut, whole = _stage_vectors(config, plan)

@@ -162,7 +162,7 @@ def estimate(
             f"{devices} devices."
         )
     compute = DTYPE_BYTES[model.compute_dtype]
-    tokens = batch * (sequence + model.prompt_vectors)
+    tokens = batch * model.row(sequence)
     boundary = tokens // devices * model.d_model * compute
     parameters = cost.parameter_count(model)
     state = parameters * MASTER_BYTES
@@ -257,7 +257,7 @@ def _device_bytes(model, training, plan, stash):
     """
     sequence, compute = training.sequence, DTYPE_BYTES[model.compute_dtype]
     several = plan.accumulation > 1
-    rows = plan.micro_batch * (sequence + model.prompt_vectors)
+    rows = plan.micro_batch * model.row(sequence)
     tokens = rows * plan.accumulation
     boundary = tokens * model.d_model * compute
     block, rest = _largest_block(model)

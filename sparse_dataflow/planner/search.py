@@ -328,7 +328,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
       memory: bytes on the fullest chip.
     """
     config = request.config
-    row = request.sequence + config.prompt_vectors
+    row = config.row(request.sequence)
     stage, tensor, chunks = (np.asarray(n) for n in (plan.stage, plan.tensor, plan.chunks))
     interleaved = plan.schedule == "interleaved"
     # One stage has no schedule.  Only the first schedule is legal there, so no plan counts twice.
@@ -449,12 +449,7 @@ def _uneven(config, sequence, tensor):
     copies = key_value_copies(config, tensor)
     heads = (config.num_heads % tensor != 0) | (config.kv_heads * copies % tensor != 0)
     whole = (tensor > 1) & config.lacks("tensor_axis")
-    return (
-        heads
-        | whole
-        | ((sequence + config.prompt_vectors) % tensor != 0)
-        | _uneven_blocks(config, tensor)
-    )
+    return heads | whole | (config.row(sequence) % tensor != 0) | _uneven_blocks(config, tensor)
 
 
 def _uneven_blocks(config, tensor):

@@ -216,7 +216,7 @@ def step_time(
     """
     rates = rates or {}
     network = _network(chip, plan)
-    sequence += config.prompt_vectors
+    sequence = config.row(sequence)
     sections = _sections(config, sequence, plan, chip, efficiency, rates)
     block = _block_seconds(config, sequence, plan, sections, network, efficiency)
     layer, layers = sum(block.values()), plan.stage_layers(config)

@@ -292,7 +292,8 @@ class RunConfig(Readable):
         sequence, vectors = self.training.sequence, self.training.prompt_vectors
         more = f" after training.prompt_vectors={vectors}" if vectors else ""
         name = f"training.sequence={sequence}{more}"
-        self.model.check_context(sequence + vectors, name, vectors)
+        prompted = dataclasses.replace(self.model, prompt_vectors=vectors)
+        prompted.check_context(prompted.row(sequence), name)
         compatibility.refuse(self)
 
     @property

@@ -32,8 +32,8 @@ def test_a_tensor_axis_longer_than_the_key_value_heads_scores_and_decodes_as_one
 def test_a_model_that_is_cut_over_devices_has_the_logits_of_one():
     results = on_eight_devices("evaluation/mesh_cuts.py", "tensor:8", "feature:2,tensor:4")
     batch, size, stage = results.pop("refused")
-    assert "does not cut data; legal: feature, tensor" in batch
-    assert "is a mesh of 4 devices, and there are 8" in size and "does not cut stage" in stage
+    assert "'data' is not an axis here; Legal: feature, tensor" in batch
+    assert "is a mesh of 4 devices, and there are 8" in size and "'stage' is not" in stage
     assert len(results) == 14
     assert {case: error for case, (error, _) in results.items() if error > 1e-5} == {}
     # What an axis does not divide is whole on each device, so no model has all of it cut.
@@ -44,8 +44,9 @@ def test_a_model_that_is_cut_over_devices_has_the_logits_of_one():
     ("mesh", "words"),
     [
         ("tensor:2048", "is a mesh of 2048 devices"),
-        ("auto", "does not cut auto; legal: feature, tensor"),
-        ("fsdp:2,tensr:2", "does not cut fsdp, tensr; legal: feature, tensor"),
+        ("auto", "'auto' is not an axis here; Legal: feature, tensor"),
+        ("fsdp:8", "'fsdp' is not an axis here; Legal: feature, tensor"),
+        ("tensr:2", "did you mean tensor. Legal: feature, tensor"),
     ],
 )
 def test_a_mesh_that_cuts_no_product_is_refused(mesh, words):

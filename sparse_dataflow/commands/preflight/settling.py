@@ -170,7 +170,7 @@ def words(result: Settled) -> str:
     """Returns the choices of the planner and their memory, by kind where it could run out."""
     chosen = " ".join(f"{path}={value}" for path, value in result.chosen.items())
     table = memory_table(result)
-    if not result.relay and result.share < 1 / 4:
+    if not result.relay and result.share < 1 / 4:  # The last line has the sum of all kinds.
         return f"planned: {chosen}, {table.splitlines()[-1].strip()}"
     tight = "\n  which leaves less room than the estimate's error" * result.tight
     return f"planned: {chosen}\n{table}{tight}"

@@ -470,14 +470,17 @@ class ModelConfig(AttentionSettings, RotarySettings):
         is_long = self.positions == "rotary" and self.rotary_scaling == "longrope"
         return min(self.max_len, self.rotary_length) if is_long else self.max_len
 
-    def check_context(self, tokens: int, name: str = "", front: int | None = None) -> None:
+    def row(self, sequence: int) -> int:
+        """Returns the tokens of a row of text, with the prompt vectors in front."""
+        return sequence + self.prompt_vectors
+
+    def check_context(self, tokens: int, name: str = "") -> None:
         """Raises UserError if a context, by its name, is longer than the model's positions.
 
         Args:
-          tokens: of the row, with the vectors in front.
-          front: prompt vectors of the row; None for `prompt_vectors`.
+          tokens: of a row, with the prompt vectors in front.
         """
-        front = self.prompt_vectors if front is None else front
+        front = self.prompt_vectors
         learned = self.positions == "learned"
         is_limited = learned or self.rotary_scaling in ("dynamic", "longrope")
         # In this order: of an exported program the tokens are a symbol without an upper limit here.

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ shard the rows of a batch.
 """
 
 
-def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
+def parse_mesh(text: str, devices: int | None, legal: Sequence[str] = AXES) -> dict[str, int]:
     """Parses "data:8,tensor:4" or "auto" (all devices in "fsdp") to {axis: size}, in AXES order.
 
     One size may be -1 or missing, as in "data,tensor:4": it takes the remaining devices.
@@ -34,21 +34,24 @@ def parse_mesh(text: str, devices: int | None) -> dict[str, int]:
     Args:
       text: value of --mesh.
       devices: number of devices that the mesh must use; None for the product of the sizes.
+      legal: axes that may be named.
 
     Raises:
-      UserError: an unknown or repeated axis, an invalid size, or a product other than `devices`;
+      UserError: another or a repeated axis, an invalid size, or a product other than `devices`;
         names the legal values.
     """
-    if text == AUTO_MESH:
+    if text == AUTO_MESH and legal == AXES:
         return {axis: (devices or 1) if axis == "fsdp" else 1 for axis in AXES}
     sizes: dict[str, int] = {}
     for entry in text.split(","):
         name, _, size = (word.strip() for word in entry.partition(":"))
-        if name not in AXES:
-            near = difflib.get_close_matches(name, AXES, n=1)
+        if name not in legal:
+            near = difflib.get_close_matches(name, legal, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
+            auto = ", or auto" if legal == AXES else ""
             raise UserError(
-                f"--mesh={text}: {name!r} is not an axis; {hint}Legal: {', '.join(AXES)}, or auto."
+                f"--mesh={text}: {name!r} is not an axis here; {hint}Legal: "
+                f"{', '.join(legal)}{auto}."
             )
         if name in sizes:
             raise UserError(f"--mesh={text} names {name} twice; give each axis once.")

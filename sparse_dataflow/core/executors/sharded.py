@@ -72,7 +72,7 @@ class Sharded(TracedExecutor):
         super().check(model, training)
         if self.exchange:
             sharding.refuse_exchange(self.mesh, model)
-        row = training.sequence + model.prompt_vectors
+        row = model.row(training.sequence)
         sharding.refuse_indivisible(self.mesh, model, training.batch, training.micro_batches, row)
         rows = training.batch // training.micro_batches // meshes.batch_shards(self.mesh)
         if rows % self.sub_batches:

@@ -50,7 +50,7 @@ def test_auto_is_fsdp_over_all_devices():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("tensr:8", "'tensr' is not an axis; did you mean tensor"),
+        ("tensr:8", "'tensr' is not an axis here; did you mean tensor"),
         ("data:2,data:4", "names data twice"),
         ("data:0", "has the size '0'; legal: 1 or more"),
         ("data:two", "has the size 'two'"),
