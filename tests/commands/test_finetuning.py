@@ -182,7 +182,7 @@ def test_a_run_of_prompt_vectors_saves_resumes_loads_and_says_what_has_no_place_
         ({"training__optimizer": "muon"}, "legal with it: adamw"),
         (
             {"model__positions": "learned", "model__max_len": 32},
-            "training.sequence=32 after training.prompt_vectors=4 is longer .*legal: 1 to 32",
+            "training.sequence=32 after training.prompt_vectors=4 is longer .*legal: 1 to 28",
         ),
     ],
 )
