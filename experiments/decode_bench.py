@@ -3,7 +3,8 @@
 At batch 1 the time of a token is bound by the bytes that it reads: every weight once, the tied
 vocabulary dense in both models. Both models have random weights, both write in turn from a cache of
 --cached tokens, and the ratio of each round (median and quartiles) stands beside the byte ceiling,
-the bytes that a dense token reads over those of a sparse one.
+the bytes that a dense token reads over those of a sparse one. Joules of a token are written where
+the machine counts them.
 
 --activation_sparsity adds both models with that share of the inputs of their projections as zeros,
 and the ratio of dense time to it. Thresholds come from the token that is written, so that the share

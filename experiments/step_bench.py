@@ -2,10 +2,11 @@
 
 Both steps run in turn on the same random tokens: forward, backward, clipping and AdamW at the
 scale's batch; one after the other where the device has no room for both states. Prints step time,
-tokens/s, MFU, memory, the ratio of each round (median and quartiles) and the FLOP ceiling of the
-scale, and writes them as JSON. With --peers the same dense step in torch (torch.compile, fused
-attention), from the same parameters, takes its turn where torch is installed; on a GPU jax must
-leave it memory.  With --narrow a narrower dense model of the sparse one's FLOPs takes its turn.
+tokens/s, MFU, memory, joules where the machine counts them, the ratio of each round (median and
+quartiles) and the FLOP ceiling of the scale, and writes them as JSON. With --peers the same dense
+step in torch (torch.compile, fused attention), from the same parameters, takes its turn where torch
+is installed; on a GPU jax must leave it memory. With --narrow a narrower dense model of the sparse
+one's FLOPs takes its turn.
 
     python -m experiments.step_bench
     python -m experiments.step_bench --scale=micro --density=0.25

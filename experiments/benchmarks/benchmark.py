@@ -14,12 +14,13 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware import energy
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variant
 
-from . import paired
+from . import joules, paired
 
 UNREAD = ("evolution.", "parallel.", "run.", "training.steps")
 """Beginnings of the paths that no benchmark reads."""
@@ -164,7 +165,10 @@ def compared(
     """
     width = max(map(len, rows))
     for name, row in rows.items():
-        print(f"{name:>{width}}: {line(row)}  compile {row['compile_seconds']:.1f} s")
+        text = "  ".join(filter(None, (line(row), joules.text(row))))
+        print(f"{name:>{width}}: {text}  compile {row['compile_seconds']:.1f} s")
+    if any(row.get("token_joules", 0) is None for row in rows.values()):
+        print(f"energy: {energy.UNKNOWN}")
     ratio = paired.paired_ratio(seconds["dense"], seconds["sparse"])
     reached = f"{bound} {ceiling:.2f}x, reached {ratio['ratio'] / ceiling:.0%}"
     print(f"dense / sparse: {paired.ratio_text(ratio)}; {reached}")

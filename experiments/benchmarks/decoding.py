@@ -22,7 +22,7 @@ from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner.decoding import decoding_bytes
 from sparse_dataflow.runs.variants import variant
 
-from . import benchmark, paired, torch_decoding
+from . import benchmark, joules, paired, torch_decoding
 from .benchmark import Program
 
 TORCH = "torch"
@@ -80,6 +80,8 @@ def measure_decoding(request: Request, options) -> None:
             "gigabytes_per_second": rows["dense"]["read_bytes"] / token / 1e9,
             "compile_seconds": 0.0,
         }
+    for name, row in rows.items():
+        row |= joules.measured(programs[name].run, token=options.tokens * batch)
     ceiling = rows["dense"]["read_bytes"] / rows["sparse"]["read_bytes"]
     result = benchmark.compared(rows, _line, seconds, "byte ceiling", ceiling)
     if options.narrow:

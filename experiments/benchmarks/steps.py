@@ -18,7 +18,7 @@ from sparse_dataflow.core.training.step import initial_state, jitted_train_step
 from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.runs.variants import variant
 
-from . import benchmark, paired, step_peers
+from . import benchmark, joules, paired, step_peers
 from .step_peers import Step
 
 LEARNING_RATE = 1e-4
@@ -48,7 +48,8 @@ def measure_steps(request: Request, options) -> None:
     seconds: dict[str, np.ndarray] = {}
     rows: dict[str, dict] = {}
     for names in [list(makers)] if in_turns else [[name] for name in makers]:
-        times, about = _timed({name: makers[name] for name in names}, options.rounds)
+        turn = {name: makers[name] for name in names}
+        times, about = _timed(turn, options.rounds, models.tokens)
         seconds |= times
         rows |= about
         step_peers.release()
@@ -80,7 +81,7 @@ def measure_steps(request: Request, options) -> None:
     measurement.keep(options.keep, name, chip.name, [facts | result])
 
 
-def _timed(makers, rounds):
+def _timed(makers, rounds, tokens):
     """({name: seconds of each round}, {name: facts of its step}); the states of all steps live as
     long as this call."""
     steps = {name: step_peers.attempt(name, make) for name, make in makers.items()}
@@ -90,7 +91,10 @@ def _timed(makers, rounds):
         facts = {field: value for field, value in vars(step).items() if field != "run"}
         rows[name] = {**facts, "first_loss": float(step.run().loss)}
     runs = {name: step.run for name, step in steps.items()}
-    return paired.paired_seconds(runs, rounds), rows
+    seconds = paired.paired_seconds(runs, rounds)
+    for name, run in runs.items():
+        rows[name] |= joules.measured(run, step=1, token=tokens)
+    return seconds, rows
 
 
 def _line(row):

@@ -6,6 +6,7 @@ from typing import Any
 
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.hardware.energy import UNKNOWN
 
 DONE, FAILED, TIMED_OUT, NOT_RUN = "done", "failed", "timed out", "not run"
 """Statuses of a row."""
@@ -23,12 +24,14 @@ class ChipFacts:
       platform: "cpu", "gpu" or "tpu".
       memory_bytes: device memory that programs may use; None if unknown.
       capability: compute capability of an NVIDIA GPU, e.g. "9.0"; "" for other chips.
+      energy: what reports its energy, RAPL or NVML; else `energy.UNKNOWN`.
     """
 
     name: str
     platform: str
     memory_bytes: int | None
     capability: str = ""
+    energy: str = UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)

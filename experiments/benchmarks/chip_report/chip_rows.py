@@ -15,6 +15,7 @@ from sparse_dataflow.hardware.chips import GIB
 from sparse_dataflow.planner import memory, plan_memory
 from sparse_dataflow.runs.run_config import LAPTOP_SCALES, RECIPES, SIZES, preset
 
+from .. import joules
 from .chip_data import ANSWER, ChipFacts, Measure
 
 DENSITY = 0.125
@@ -192,6 +193,7 @@ def paired(label: str, milliseconds: str, bound: str) -> Measures:
             row = result["rows"][name]
             notes = [] if row.get("mfu") is None else [f"MFU {row['mfu']:.0%}"]
             notes += [f"remat {row['remat']}"] if "remat" in row else []
+            notes += [text] if (text := joules.text(row)) else []
             note = f" ({', '.join(notes)})" if notes else ""
             texts.append(f"{name} {row[milliseconds]:.4g} ms{note}")
         shape = f"batch {result['batch']}, {result['dtype']}, block {result['block']}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from sparse_dataflow.commands.experiment_modules import command_of
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError, redact
-from sparse_dataflow.hardware import detect
+from sparse_dataflow.hardware import detect, energy
 
 from . import chip_data, chip_rows
 from .chip_data import (
@@ -87,7 +87,9 @@ def print_chip() -> None:
     capability = str(getattr(device, "compute_capability", ""))
     # An AMD GPU has a name there, such as gfx90a.
     capability = capability if capability.replace(".", "").isdigit() else ""
-    facts = ChipFacts(chip.name, device.platform, chip.memory_bytes, capability)
+    facts = ChipFacts(
+        chip.name, device.platform, chip.memory_bytes, capability, energy.source(device.platform)
+    )
     versions = measurement.provenance("")["versions"]
     print(json.dumps({"chip": dataclasses.asdict(facts), "versions": versions}), flush=True)
 
