@@ -84,6 +84,8 @@ class Table:
     @functools.cached_property
     def when(self) -> dict[int, np.ndarray]:
         """Action -> int32 [micro_batches, virtual_stages], its tick; -1 if it never happens."""
+        # One grid per action, because every later question (bubbles, slots, checks) asks when
+        # something happens to a micro-batch, not what a stage does in a tick.
         ticks = {}
         for action in range(1, len(LETTERS)):
             ticks[action] = np.full((self.micro_batches, self.virtual_stages), -1, np.int32)
@@ -124,6 +126,8 @@ def make(
     orders = [rule.order(stages, micro_batches, chunks, stage) for stage in range(stages)]
     actions: tuple[int, ...] = (FORWARD, BACKWARD, WEIGHTS)
     if recompute:
+        # Recomputation does not read the gradient: as an action of its own it fills a tick in which
+        # the stage would wait for it.
         actions = (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
         orders = [_with_recompute(order) for order in orders]
     # Rules give orders only.  Ticks follow from them and from what each action waits for.
@@ -171,6 +175,8 @@ def one_f_one_b(stages: int, micro_batches: int, chunks: int, stage: int) -> lis
 
 def interleaved(stages: int, micro_batches: int, chunks: int, stage: int) -> list[Action]:
     """1F1B over chunks: `stages` micro-batches per chunk in turn (arXiv 2104.04473)."""
+    # A group has as many micro-batches as there are stages: when the last one has left a stage's
+    # chunk, the first one has come around the ring for the next chunk.
     groups = [range(first, first + stages) for first in range(0, micro_batches, stages)]
     forward = [(i, c) for group in groups for c in range(chunks) for i in group]
     backward = [(i, c) for group in groups for c in reversed(range(chunks)) for i in group]
@@ -234,9 +240,12 @@ def _by_turns(forward, backward, ahead, behind=0):
     weights = [(WEIGHTS, *work) for work in backward]
     order = forward[:ahead]
     for number, work in enumerate(backward):
+        # The backward goes before the next forward: its W frees the slot that this forward takes.
+        # So a stage stores at most `ahead` + `behind` micro-batches.
         order.append((BACKWARD, *work))
         order += weights[number - behind : number - behind + 1] if number >= behind else []
         order += forward[ahead + number : ahead + number + 1]
+    # Weight gradients for which no backward was left to hide behind.
     return order + weights[max(len(weights) - behind, 0) :]
 
 
@@ -258,6 +267,7 @@ def _table(orders, releases):
     last = stages * (1 + max(chunk for order in orders for _, _, chunk in order)) - 1
     ended: set[Action] = set()
     table: list[list[Action]] = [[] for _ in orders]
+    # Reversed, so that the next action is popped from the end.
     waiting = [list(reversed(order)) for order in orders]
     while any(waiting):
         ending = []
@@ -293,6 +303,8 @@ def _check(table):
             raise ValueError(
                 f"{LETTERS[action]} does not happen once per micro-batch and virtual stage."
             )
+    # No transfer connects the actions of one virtual stage: only this order says that each finds
+    # the values that it reads.
     for earlier, later in itertools.pairwise(needed):
         if np.any(when[earlier] >= when[later]):
             raise ValueError(f"{LETTERS[later]} comes before its {LETTERS[earlier]}.")

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+# Newer releases of jax rename calls; a call that is missing here stays one equation, and its whole
+# gradient then counts as BACKWARD.
 _CALLS = ("pjit", "jit", "remat2", "checkpoint", "closed_call", "core_call")
 _VIEWS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type")
 _ANY, _FORWARD, _RECOMPUTE, _BACKWARD, _WEIGHTS = range(-1, 4)

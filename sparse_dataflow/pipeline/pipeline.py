@@ -85,6 +85,8 @@ def trip_counts(plan: Plan, places: np.ndarray | None = None) -> dict[str, float
         kinds: Any = () if places is None else places[..., 0]
         for kind in np.unique(kinds).tolist():
             # [stages, chunks, blocks of a chunk]; fewer blocks than the capacity fill a chunk up.
+            # Padding has kind 0 in `places` as well, so it is masked before blocks are counted by
+            # kind.
             is_block = np.arange(plan.division.capacity) < layers[..., None]
             kind_counts = (is_block & (kinds == kind)).sum(axis=-1)
             blocks = np.where(table.action == action, kind_counts[stages, table.chunk], 0)

@@ -81,6 +81,8 @@ class Pipelined(Sharded):
         rows = len(batch.tokens) // meshes.batch_shards(self.mesh)
         # Evaluation batches have any size; this fills the stages if possible.
         micro_batches = math.gcd(rows, 4 * self.division.stages)
+        # Nothing is stored for a backward pass, so evaluation takes the table with the fewest
+        # ticks.
         stages, chunks = self.division.stages, self.division.chunks
         table = action_tables.forward_only(stages, micro_batches, chunks)
         rank, specs, _ = self._rank(model, params, rest)
@@ -192,6 +194,7 @@ class Pipelined(Sharded):
 
     def _plan(self, model, micro_batches, name=None):
         stages, chunks = self.division.stages, self.division.chunks
+        # One table serves all blocks. Blocks without remat=full have an empty recomputation.
         recompute = "full" in remat.kinds(model.remat, model.num_layers)
         table = action_tables.make(name or self.schedule, stages, micro_batches, chunks, recompute)
         return pipeline.make_plan(self.division, table)
@@ -210,6 +213,8 @@ class Pipelined(Sharded):
             (kind, layer_model(model, layer), group_index(model, layer))
             for layer, kind in enumerate(remat.kinds(model.remat, model.num_layers))
         ]
+        # In the order of first use, which every process computes alike: the programs of all
+        # processes must agree on the numbers.
         kinds = tuple(dict.fromkeys(layer_kinds))
         if len(kinds) == 1:
             return kinds, None
@@ -237,6 +242,8 @@ class Pipelined(Sharded):
             for tree, tree_specs in zip((params, rest), specs, strict=True)
         )
 
+        # What is not trained (a frozen embedding, a base of adapters) enters by closure, so that
+        # the gradient of the arguments has only trained leaves.
         def head_loss(embed, head, x, micro_batch):
             embed, head = merged(embed, rest["embed"]), merged(head, rest["head"])
             table = embed["tokens"]
@@ -316,6 +323,7 @@ def _moved(divisions, move, arrays):
 
 
 @functools.cache
+# Cached by shapes: a move at every checkpoint would else be traced and compiled each time.
 def _mover(executor, model, move, structure, shapes):
     """Returns `_moved` as a jitted function."""
     function = functools.partial(_moved, executor._divisions(model), move)

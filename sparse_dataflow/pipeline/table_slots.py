@@ -43,6 +43,8 @@ def allocate(table: Table) -> Slots:
     never = np.full_like(forward, -1)
     trains = BACKWARD in table.actions
     # A transfer arrives one tick later; the first and the last virtual stage make their own inputs.
+    # Column v gets what virtual stage v - 1 sends: on a ring of stages that is the previous stage,
+    # in every chunk.
     activation_arrives = np.roll(forward, 1, axis=1) + 1
     activation_arrives[:, 0] = -1
     gradient_arrives = np.roll(backward, -1, axis=1) + 1 if trains else never.copy()
@@ -64,8 +66,11 @@ def allocate(table: Table) -> Slots:
         by_stage = slots[name].reshape(table.micro_batches, -1, table.stages)
         peak[name] = by_stage.max(axis=(0, 1)) + 1
     by_tick["activation_arrives"] = _arrivals(table, activation_arrives, slots["activation"])
+    # The slot is allocated; from here on, -1 says that no transfer brings this gradient.
     gradient_arrives[:, last] = -1
     by_tick["gradient_arrives"] = _arrivals(table, gradient_arrives, slots["gradient"])
+    # The forward of the last virtual stage writes its gradient, so its row names the slot too,
+    # though FORWARD does not read this buffer.
     at_last = np.nonzero((table.action == FORWARD) & (_virtual_stage(table) == last))
     by_tick["gradient"][at_last] = slots["gradient"][table.micro_batch[at_last], last]
     return Slots(**by_tick, peak=peak)

@@ -72,6 +72,7 @@ def pieces(size: int, count: int = 1, unit: int = 1) -> Iterator[slice]:
       count: number of slices, about; all but the last have a multiple of PIECE elements.
       unit: elements of a matrix, which no slice divides.
     """
+    # A whole number of matrices: Muon orthogonalizes a matrix, which two threads cannot share.
     least = unit * math.ceil(PIECE / unit)
     step = least * max(1, math.ceil(size / (least * count)))
     for start in range(0, size, step):
@@ -148,6 +149,7 @@ def update_matrices(
       matrices: of the weight.
       scale: of the updates; of the factors of a product, see `matrix_leaves.update_scales`.
     """
+    # A few matrices at a time: temporaries of the whole stack would take its memory several times.
     for where in pieces(gradient.size, gradient.size, math.prod(matrices.unit)):
         g = widen(gradient[where]) * np.float32(rates.clip)
         mu = muon.with_gradient(widen(before.mu[where]), g)
@@ -184,12 +186,14 @@ def update_weights(
       axes: `matrix_leaves.weight_axes` of the parameter.
       rows: of the parameter that change; None for all.
     """
+    # The default device may be an accelerator, whose memory has no room for these states.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         program = _weights_program(training, axes, rates.decay)
         arrays = before.parameter, gradient.reshape(before.parameter.shape), before.mu
         results = program(*arrays, np.float32(rates.clip), np.float32(rates.learning_rate))
     parameter, state = jax.tree.map(np.asarray, results)
     # Rows of new tokens alone learn at first.
+    # The optimizer has moved all rows; the old ones are put back.
     if rows is not None:
         new, parameter = parameter, before.parameter.copy()
         if parameter.ndim:
@@ -202,6 +206,7 @@ def update_weights(
 
 
 @functools.cache
+# Decay is part of the program, so there are two per optimizer and shape: with and without.
 def _weights_program(training, axes, decay):
     @jax.jit
     def program(parameter, gradient, state, clip, rate):
@@ -214,6 +219,7 @@ def _weights_program(training, axes, decay):
 
 def square_sum(gradient: np.ndarray) -> float:
     """Returns the sum of squares of a float32 or bfloat16 array; pieces are summed in float64."""
+    # Python's sum is float64: in float32 the small pieces of a large weight would be lost.
     flat, total = _flat(gradient), 0.0
     for where in pieces(flat.size, flat.size):
         piece = widen(flat[where])

@@ -62,6 +62,7 @@ _NO_MOMENTS: dict[str, dict] = {EMBED: {}, "blocks": {}, HEAD: {}}
 
 def count_of(moments: tuple) -> int:
     """Returns the number of updates of a state of AdamW or Muon; 0 where weights count theirs."""
+    # All entries with moments were updated together; so the first one's count is that of all.
     return next((int(entry.count) for entry in moments if hasattr(entry, "mu")), 0)
 
 
@@ -78,6 +79,8 @@ def moment_trees(moments: tuple) -> tuple[dict, dict]:
 def with_moments(moments: tuple, count: int, mu: dict, nu: dict) -> tuple:
     """Returns the optimizer state with another count and other trees of `moment_trees`."""
 
+    # By what an entry has, not by its place: clipping, schedules and masks add entries around the
+    # moments.
     def replaced(entry):
         if isinstance(entry, by_weight.WeightStates):
             return by_weight.WeightStates(mu)
@@ -91,6 +94,8 @@ def with_moments(moments: tuple, count: int, mu: dict, nu: dict) -> tuple:
 def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
     """Returns the shapes and dtypes of the state; its layouts are the model's, in numpy."""
 
+    # Only shapes are needed: a draw would allocate the whole model on the device, which this
+    # executor exists to avoid.
     def draw():
         key = jax.random.key(training.seed)
         params, rest = trained_and_rest(model, gpt.init(model, key), training.frozen_scale)
@@ -141,12 +146,16 @@ def fresh_state(
     for section in (EMBED, HEAD):
         fill(section, {"blocks": {}, section: _initializer(model, section)(keys[section])})
     for number in range(model.stored_layers):
+        # Groups may differ in shapes (densities, attention), so a block is drawn with its group's
+        # model.
         group_model = layer_groups(model)[group_index(model, number)].model
         block = _initializer(group_model, "block")(keys["blocks"][number])
         # Layers that join later add nothing at first; see `DepthSchedule`.
         if starting_blocks is not None and number >= starting_blocks:
             block = as_identity(model, block)
         fill(number, {"blocks": jax.tree.map(lambda leaf: leaf[None], block)})
+    # Moments that start as zeros are zeros already. Other optimizers may start elsewhere, such as
+    # at a copy of the parameters.
     if not training.is_built_in:
         for each in all_sections(model.stored_layers):
             tree = view(params, each)
@@ -172,6 +181,7 @@ def copied_state(state: TrainState, trees: tuple[dict, dict, dict]) -> TrainStat
 
 def training_key(training: TrainingConfig) -> jax.Array:
     """Returns the PRNG key of every state of a training."""
+    # The second half of the split of `fresh_state`: keys are not stored in the files.
     return jax.random.split(jax.random.key(training.seed))[1]
 
 

@@ -81,6 +81,7 @@ class LeafFacts(NamedTuple):
 def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
     group = model
     if isinstance(section, int):
+        # Multipliers depend on a layer's density, which differs by group.
         group = layer_groups(model)[group_index(model, section)].model
     section_rest = view(rest, section) if rest else ()
     multipliers = learning_rate_multipliers(group, training, masters, section_rest)
@@ -93,6 +94,7 @@ def _facts(model, training, section, masters, rest) -> list[LeafFacts]:
     )
 
     def facts(path, multiplier, decay, matrices):
+        # Matrices of the vocabulary and vectors stay with AdamW under Muon.
         has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(model, path)
         return LeafFacts(
             path, multiplier, decay, matrices if has_muon else None, device_dtype(model, path)
@@ -171,6 +173,8 @@ class ParameterServer:
         """
         if not self.copies:
             return self._new_copy(view(params, section))
+        # By identity: a step returns a new dict even where arrays are updated in place, so an old
+        # dict cannot pass for the new state.
         if params is not self._copied:
             self._copies, self._copied = {}, params
         if section not in self._copies:
@@ -184,6 +188,7 @@ class ParameterServer:
 
     def _pinned(self, rest: dict, section: Section) -> ArrayTree:
         """Returns the host arrays from which the device reads what is not trained of a section."""
+        # Layouts and frozen weights change only between steps, as a new tree.
         if rest is not self._rest:
             self._rest, self._rest_copies = rest, {}
         if section not in self._rest_copies:
@@ -209,6 +214,7 @@ class ParameterServer:
 
     def to_host(self, gradient: jax.Array) -> np.ndarray:
         """Copies a gradient to host memory, through page-locked memory if it is used."""
+        # Gradients are replicated, so one device's copy is enough.
         local = gradient.addressable_data(0)
         if self.pinned is not None:
             local = jax.device_put(local, local.sharding.with_memory_kind("pinned_host"))
@@ -221,6 +227,7 @@ class ParameterServer:
                 return master
             out = np.empty(master.shape, dtype)
             flat, flat_out = master.reshape(-1), out.reshape(-1)
+            # One leaf may be most of a section (an embedding), so leaves are divided over threads.
             for where in host_optimizer.pieces(master.size, self.threads):
                 job = self.updating.submit(host_optimizer.narrow, flat[where], flat_out[where])
                 jobs.append(job)
@@ -228,6 +235,7 @@ class ParameterServer:
 
         jobs: list[Future] = []
         copies = jax.tree_util.tree_map_with_path(copy, masters)
+        # A copy must be whole before it is pinned: `device_put` reads it at once.
         for job in jobs:
             job.result()
         return self.pin(copies)
@@ -289,6 +297,7 @@ class ServerStep:
             self._in_flight.popleft().result()
 
     def _return(self, section, paths, leaves):
+        # Outside of the span, which shows the transfer and not the computation before it.
         jax.block_until_ready(leaves)
         with self._timeline.span("return", section_name(section)):
             gradients = self._buffers(section, leaves)
@@ -321,7 +330,10 @@ class ServerStep:
     def _buffers(self, section, leaves):
         """Returns host arrays for a gradient; updates that wait reuse them in every step."""
         if self._server.updates_at_once:
+            # Several updates run at once, so buffers cannot be reused before all have ended.
             return [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        # All sections' gradients exist at once until the last has arrived; new ones in each step
+        # would be paid for in page faults.
         buffers = self._server.buffers
         if section not in buffers:
             buffers[section] = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -333,6 +345,7 @@ class ServerStep:
         masters = view(self._before[0], section)
         leaves = server.facts(section, masters, self._state.rest)
         before = after = _leaves(leaves, self._before, section)
+        # The same views otherwise, so that an update in place needs no copy.
         if self._after is not self._before:
             after = _leaves(leaves, self._after, section)
         # Without kept copies the masters stand for them and are not written twice.
@@ -353,6 +366,7 @@ class ServerStep:
                     scale=scales.get(leaf.path, 1.0),
                 )
                 unit = math.prod(leaf.matrices.unit)
+            # A float32 copy (norms, routers) is the master itself.
             if not server.copies or leaf.device_dtype == new.parameter.dtype:
                 copy = None
             elif not isinstance(copy, np.ndarray):  # A page-locked copy is a jax array.

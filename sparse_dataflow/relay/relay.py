@@ -178,6 +178,7 @@ class Relay:
         blocks = self._depth.active(
             self.model.num_layers, step, self.training.steps, self.training.seed
         )
+        # A shared block is stored once, as section 0.
         sections: list[Section] = [EMBED, *((0,) if self.model.shared_layers else blocks), HEAD]
         if self.training.freezes:  # Sections without a trained parameter.
             sections = [each for each in sections if jax.tree.leaves(view(state.params, each))]
@@ -219,6 +220,8 @@ class Relay:
         params, embed = (server.fetch(section).result()[0] for section in (HEAD, EMBED))
         tied = relay_programs.tied_output(self.model, embed)
         (head_metrics, dx, (head, embedding)), _ = run(HEAD, "head", params, tied, x, batch)
+        # The head and the embedding may be as large as many blocks; nothing needs them during the
+        # backward pass.
         del x, params, embed, tied
         if server.trains(HEAD):
             server.push(HEAD, head)
@@ -251,6 +254,7 @@ class Relay:
         if server.trains(EMBED):
             gradient, _ = run(EMBED, "embed_backward", batch.tokens, dx, embedding)
             server.push(EMBED, gradient)
+        # One copy for all metrics, at the end: a copy per block would stall the queue.
         head_metrics, block_metrics = jax.device_get((head_metrics, block_metrics))
         return {**head_metrics, **stacked(block_metrics)}
 
@@ -261,6 +265,7 @@ class Relay:
         """
         if not self.model.shared_layers:
             return fetch
+        # A future and no value: the first block's fetch overlaps with the embedding.
         shared = fetch(0)
 
         def with_more(more):

@@ -147,11 +147,14 @@ class RelayExecutor(MultiProgramExecutor):
             return self.place(state(), relay.model)
         model = relay.model
         abstract = host_state.abstract_state(model, training)
+        # Only what changes is written to the slots. The frozen base is read from its source again.
         if training.freezes:
             abstract = abstract._replace(rest=split_layouts(abstract.rest)[1])
         files = MappedFiles(self._folder(name), abstract, identity, completed)
         relay.server.storage = files
         restored = _restore_common_step(files, training)
+        # A checkpoint that is newer than the files comes from a copied run folder, or from files
+        # that were lost; it wins.
         if restored is not None and (saved is None or int(restored.step) >= saved):
             # The files have what is trained.
             return restored._replace(rest=state().rest) if training.freezes else restored
@@ -183,7 +186,10 @@ def _restore_common_step(files, training):
     step = collectives.minimum(-1 if state is None else int(state.step))
     if state is not None and int(state.step) > step:
         state = files.restore(key, step)
+    # A non-finite state is saved as any other; continuing from it would repeat the divergence.
     missing = state is None or int(state.step) != step or bool(non_finite(state))
+    # All or none: with different steps on two processes, the collectives of training would mix
+    # them.
     if collectives.any_process(missing):
         return None
     return state._replace(moments=with_steps_left(training, state.moments, step))

@@ -319,6 +319,8 @@ def layer_kinds(model: ModelConfig, changing: bool) -> tuple[tuple[ModelConfig, 
     """
     layouts = stacks.stored_layouts(model)
     layouts = layouts if changing else stacks.with_groups(layouts)
+    # Groups are part of the compiled program (its loops have their sizes), so they are part of its
+    # key.
     structures = [
         frozenset((name, stacked.groups) for name, stacked in group.items())
         for group in split_groups(stacks.layouts_by_name(layouts))

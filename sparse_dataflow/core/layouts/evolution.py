@@ -80,6 +80,7 @@ def exchange(
     loss[layout.rows, layout.cols] = norms / (np.sort(norms)[:count].sum() or 1.0)
     profit = gain * growth / (np.sort(absent)[max(0, len(absent) - count) :].sum() or 1.0)
     fan_out = layout.fan_out.copy()
+    # As a mesh cuts rows: in equal consecutive ranges.
     shard_of_row = np.arange(layout.in_blocks) * shards // layout.in_blocks
     stacks: list[tuple[int, list[int], list[int]]] = []
     offers: list[tuple[float, int]] = []
@@ -216,6 +217,8 @@ def phase_specs(model: ModelConfig, config: EvolutionConfig) -> tuple[PhaseSpec,
                     "legal: set, rigl, static, gradual, sparse_to_dense."
                 )
         _refuse_row_shards(model, config.row_shards)
+        # Tables get their widest lines from the start: a layout that later needs more room would
+        # recompile.
         widen = functools.partial(dataclasses.replace, max_fan_out=config.max_fan_out)
         specs = (PhaseSpec(0.0, _with_sparse_specs(model, widen), runtime_layouts=True),)
     elif method.phase_specs is None:
@@ -250,6 +253,8 @@ def exchanged_share(
     share = config.share / 2 * (1 + math.cos(math.pi * step / last))
     if stored is None or not share:
         return share
+    # Scaled from the first update, so that a small weight exchanges one block at first and fewer,
+    # in the end none, later; rounding alone would stop small weights early.
     first = exchanged_share(config, config.every, steps)
     return max(share, share / first / stored)
 
@@ -318,6 +323,7 @@ def largest_blocks(
     """
     ring = math.gcd(*norms.shape)
     fan_in, fan_out = degree * norms.shape[0] // ring, degree * norms.shape[1] // ring
+    # Without `stored` every block may be kept; with it, one-shot pruning never revives a block.
     forbidden = None if stored is None else ~stored
     mask = balanced_top(np.square(norms), fan_in, fan_out, forbidden=forbidden)
     return BlockLayout.from_mask(mask, block)
@@ -470,6 +476,7 @@ def _omit_features(model, config):
             f"--set evolution.omitted={config.omitted:g} leaves out none of {model.d_ff} hidden "
             f"features, which are left out by {unit}; legal: {unit / model.d_ff:.4g} or more."
         )
+    # The ladder ends before the whole model does, so that features that were left out learn again.
     stop = until(config)
     first = OMISSION_START * stop
     starts = [first + (stop - first) * i / len(rungs) for i in range(len(rungs))]

@@ -41,6 +41,7 @@ class Groups:
     out_parts: int = 0
 
     def __post_init__(self):
+        # A frozen dataclass; with 0 stored, equal groups would compare unequal.
         object.__setattr__(self, "in_parts", self.in_parts or self.count)
         object.__setattr__(self, "out_parts", self.out_parts or self.count)
 
@@ -128,6 +129,7 @@ class LayoutTables(NamedTuple):
         """Adds the groups of concrete tables [..., lines, fan], if all their layouts share them."""
         if any(not isinstance(table, np.ndarray) for table in self.arrays):
             return self
+        # Layers of one pattern often have equal tables: each layout is analysed once.
         layers = {tuple(map(np.ndarray.tobytes, layer.arrays)): layer for layer in self._layers()}
         groups = {BlockLayout.from_tables(layer, 1).groups for layer in layers.values()}
         return self._replace(groups=groups.pop() if len(groups) == 1 else None)

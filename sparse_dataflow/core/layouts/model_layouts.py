@@ -36,6 +36,7 @@ def projection_layout(config: ModelConfig, projection: str, layer: int) -> Block
 
 def with_room(layout: BlockLayout, spec: LinearSpec) -> BlockLayout:
     """Returns the layout with tables as wide as `LinearSpec.max_fan_out` asks."""
+    # Factor 1 asks for tables without room, as wide as the longest line.
     if spec.max_fan_out == 1:
         return layout
     mean = layout.nnz / layout.in_blocks

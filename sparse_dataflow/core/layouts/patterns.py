@@ -142,6 +142,7 @@ def has_layout(in_blocks: int, out_blocks: int, density: float) -> bool:
 
 def _degree(density, ring):
     """Stored blocks in a ring of the grid at this density; 0 where they are no whole number."""
+    # A density of text, such as 0.33333, is taken for the fraction that it means.
     degree = round(density * ring)
     whole = 1 <= degree <= ring and math.isclose(degree, density * ring, rel_tol=1e-6)
     return degree if whole else 0
@@ -318,6 +319,8 @@ def _contiguous(blocks, groups):
 def cyclic(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
     """Power-of-two strides around the ring, rotated with `offset`; balanced for any grid."""
     ring = math.gcd(in_blocks, out_blocks)
+    # A stride 2^k reaches every cell of the ring in few weights, as in a butterfly, but on rings of
+    # any size.
     powers = [1 << k for k in range((ring - 1).bit_length())]
     # As in `butterfly`: stride 0 takes one place, and each weight goes on where the last one ended.
     start = offset * (degree - 1) % max(1, len(powers))
@@ -339,6 +342,8 @@ def banded(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndar
 @register("random")
 def random(in_blocks: int, out_blocks: int, degree: int, offset: int) -> np.ndarray:
     """A random balanced mask, seeded by `offset`: degree-preserving swaps of a shuffled band."""
+    # The grid is part of the seed: projections with equal offsets in other models must not have
+    # related masks.
     rng = np.random.default_rng([offset, in_blocks, out_blocks, degree])
     mask = banded(in_blocks, out_blocks, degree, offset)
     mask = mask[rng.permutation(in_blocks)][:, rng.permutation(out_blocks)]

@@ -58,6 +58,8 @@ def differentiable(
         # Only what is differentiated is an operand of the linear primitive, so no gradient of a
         # constant is computed.
         moving = [place for place, leaf in enumerate(leaves) if not _is_constant(leaf)]
+        # All operands are constants. Binding the primitive with no moved array would give it
+        # nothing to transpose.
         if not moving:
             return y, jax.tree.map(zero_from_primal, y)
         saved, saved_tree = jax.tree.flatten(saved)
@@ -91,6 +93,7 @@ def differentiable(
         moved = _linear_p.bind(*saved, *(leaves[place] for place in moving), linear=linear)
         return y, y_tree.unflatten(moved)
 
+    # Symbolic zeros tell constants from operands whose tangent is a numeric zero.
     op.defjvp(jvp, symbolic_zeros=True)
     return op
 
@@ -185,6 +188,7 @@ def batchable(kernels: Callable) -> Callable:
 
     def run(options, *arrays, **static):
         call = functools.partial(kernels, options, **static)
+        # A kernel has no batching rule that keeps its tiles; the loop runs it as it was tuned.
         once = jax.custom_jvp(jax.custom_batching.sequential_vmap(call))
         once.defjvp(_refuse_second_derivative)
         return once(*arrays)
@@ -237,6 +241,7 @@ def _differentiate(arrays, tangents, linear):
 def _transpose(dy, *arrays, linear):
     if all(isinstance(each, ad.Zero) for each in dy):
         return [None] * len(arrays)
+    # Linear in the moved arrays alone, so those that were saved have no gradient here.
     saved, moved = arrays[: linear.saved], arrays[linear.saved :]
     dy = [ad.instantiate_zeros(each) for each in dy]
     gradients = zip(moved, linear.pull(saved, dy), strict=True)

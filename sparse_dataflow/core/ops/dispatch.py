@@ -64,6 +64,7 @@ def sharding_refusal() -> str:
     XLA cannot partition a Pallas kernel. One device or `shard_map` avoids the need.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    # Without a mesh, arrays of a process with several devices may still be sharded.
     unsharded = jax.device_count() == 1
     if not mesh.empty:
         manual = jax.sharding.AxisType.Manual

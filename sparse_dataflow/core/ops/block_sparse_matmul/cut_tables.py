@@ -61,6 +61,7 @@ def _cut(layout, shards, fan, by_column):
     # A shard has consecutive blocks of the sharded side, as a mesh cuts an array.
     shard_of_block, local = np.divmod(side, local_blocks)
     stored = np.bincount(shard_of_block, minlength=shards)
+    # Arrays are cut into equal parts, and one program runs on all devices.
     if np.ptp(stored):
         raise UserError(
             f"Shards would store from {min(stored)} to {max(stored)} blocks; "

@@ -64,6 +64,7 @@ def grouped_products(
     assert groups is not None
     weights = grouped.group_values(values, tables, groups)
     x = grouped.own_inputs(x, tables, groups, block)
+    # Tokens stay the first axis, so that a tile has consecutive rows in every group.
     by_group = grouped.split(x, groups.count, groups.in_run * block).swapaxes(1, 2)
     y = expert_matmul(by_group.reshape(len(x), groups.count, -1), weights, tiles)
     y = y.reshape(len(x), groups.count, -1, groups.out_run * block).swapaxes(1, 2)

@@ -86,6 +86,7 @@ IMPLEMENTATIONS = tuple(OP.implementations)
 def fused(norm: Norm, operands: Operands) -> tuple[jax.Array, jax.Array] | None:
     """Compute `residual_norm` by a kernel; None if no kernel runs these operands here."""
     name = OP.choose(OP.platform_implementations(), norm, operands)
+    # None and no result: a caller without a kernel keeps its own graph, which XLA fuses with more.
     if name in OP.fallback:
         return None
     return OP.load(name).run_residual_norm(norm, Operands(*equally_varying(*operands)))

@@ -172,6 +172,8 @@ def gated_sparse_mlp(
       UserError: if shapes disagree.
     """
     values_gate, values_in, values_out = values
+    # Few rows are bound by the bytes of the weights, and each of the three products has a form for
+    # that.
     if _few_rows(x):
         return None
     tables_gate, tables_in, tables_out = _checked(x, values, layouts)

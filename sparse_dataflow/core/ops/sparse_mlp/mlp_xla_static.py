@@ -40,6 +40,7 @@ def sparse_mlp_refusal(mlp: Operands) -> str:
         return "a layout is data, or the blocks of the weights have two sides."
     if not (groups := chain(*layouts)):
         return "W_out does not read the hidden blocks of each group of W_in together."
+    # Two products per group, each of which the compiler sees; see MAX_STATIC_GROUPS.
     if 2 * len(groups) > MAX_STATIC_GROUPS:
         return f"the layouts have {len(groups)} groups; legal: at most {MAX_STATIC_GROUPS // 2}."
     return ""
