@@ -115,6 +115,7 @@ def band(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> Band | Non
     return match if has_runs and not _unfitted(models) else None
 
 
+# The largest phase takes most of the time, so its regime is that of the run.
 def _domain(models, sequence, chip):
     largest = max(models, key=cost.parameter_count)
     return efficiency.own_key(chip.family), regime(largest, sequence)
@@ -138,6 +139,7 @@ def log_error(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> float
     It is that of software without a fitted run, which this project is, wider by UNKNOWN where no
     fitted run has such weights, and again where none is on such chips.
     """
+    # Independent errors in log seconds add as squares.
     unknown = bool(_unfitted(models)) + (not _has_runs(chip))
     return math.hypot(_other_software(models, sequence, chip), *[UNKNOWN] * unknown)
 
@@ -162,6 +164,8 @@ def tie_width(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> float
 def words(models: Sequence[ModelConfig], sequence: int, chip: Chip) -> str:
     """Returns the band of a prediction as a sentence; arguments as in `band`."""
     key, kind = _domain(models, sequence, chip)
+    # From the least that is known to the most: no constants, no run on the chip, none of such
+    # weights, none of this size.
     if key not in efficiency.EFFICIENCIES:
         return f"extrapolated: prior constants, because no fitted run is on {chip.name}"
     if not _has_runs(chip):

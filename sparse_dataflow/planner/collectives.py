@@ -31,6 +31,8 @@ def gather_seconds(size, chips, near, network: Network, efficiency: Efficiency, 
       efficiency: constants of the chip family.
       axes: torus axes that the group spans.
     """
+    # A group that is smaller than an island has no links between islands: `islands` is 1, and its
+    # terms vanish.
     near = np.minimum(near, chips)
     islands = chips / near
     # A chip has 1 / near of the bytes already; in log2(near) hops it gets the rest.

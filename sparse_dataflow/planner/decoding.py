@@ -39,6 +39,8 @@ def decoding_bytes(
             # A row has an index of two bytes.
             index = 2 / DTYPE_BYTES[config.compute_dtype] / width
             density = fractions[name] if spec.weight.stores_blocks else spec.density
+            # Rows have a mask of their own: the fraction of blocks holds only where blocks are
+            # decoded as rows.
             stored = fan_in * fan_out * density * (1 + index)
             stored += spec.term_numbers((fan_in, fan_out))
         elif row and skips_rows("cpu", batch, row):

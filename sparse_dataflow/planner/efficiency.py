@@ -203,6 +203,8 @@ def for_family(family: str, one_program: bool = True) -> Efficiency:
       one_program: whether the host starts a step once, and not every block and micro-batch.
     """
     constants = EFFICIENCIES.get(own_key(family), PRIOR)
+    # Other families were fitted to runs of one program on TPUs, or are the prior: there is no
+    # second overhead.
     if own_key(family) == family or not one_program:
         return constants
     return dataclasses.replace(constants, launch_seconds=PASS_KERNELS * LAUNCH_SECONDS)
@@ -239,6 +241,7 @@ def block_rate(family: str, spec: LinearSpec, efficiency: Efficiency) -> float:
         return spec.block / (spec.block + efficiency.half_block)
     by_side = rates[spec.pattern in GROUPED_PATTERNS]
     side = max((side for side in by_side if side <= spec.block), default=min(by_side))
+    # The rate of a smaller side falls with the side, as its product fills less of the matrix unit.
     return by_side[side] * min(1.0, spec.block / side)
 
 

@@ -168,6 +168,7 @@ def bytes_of_states(config: ModelConfig, optimizer: str) -> float:
     Raises:
       UserError: see `optim.factories.factory`.
     """
+    # Inside: all other estimates must work where jax is not installed.
     import jax
 
     from sparse_dataflow.core.model import gpt
@@ -183,6 +184,7 @@ def bytes_of_states(config: ModelConfig, optimizer: str) -> float:
 
 def update_bytes(matrices, optimizer: str):
     """Returns the bytes of float32 updates that exist at once; AdamW's are never stored."""
+    # The product with 0 keeps the shape of an array of plans.
     return MASTER_BYTES * matrices if optimizer == "muon" else 0 * matrices
 
 

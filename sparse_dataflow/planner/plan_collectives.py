@@ -49,6 +49,8 @@ def tensor_seconds(config, tokens, plan, network, efficiency):
         + collectives.gather_seconds(size, *tensor_group)
     )
     for name, array in arrays.items():
+        # The input of a row-parallel product is gathered before it, so any recomputation of the
+        # products before it gathers again.
         again = bool(recomputed) if name in ROW_PARALLEL else name in recomputed
         seconds = seconds + (2 + again) * collectives.gather_seconds(array, *feature_group)
     overlap = efficiency.tensor_overlap
@@ -113,6 +115,7 @@ def send_seconds(size, plan, network, efficiency):
     """
     stages = np.asarray(plan.stage)
     island = plan.island or network.island
+    # A neighbour in the pipeline is one block of chips away: both blocks must be in one island.
     near = np.asarray(2 * plan.state_shards * plan.layer_chips) <= island
     send = collectives.send_seconds(size, near, network, efficiency)
     hidden = efficiency.overlap if plan.schedule == "interleaved" else 0.0

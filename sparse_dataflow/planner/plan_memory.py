@@ -44,6 +44,8 @@ def plan_bytes(config: ModelConfig, sequence: int, plan: ParallelPlan) -> Memory
       sequence: tokens per sequence.
       plan: parallel plan; remat "dots" of published runs counts as "keep", others as "full".
     """
+    # Memory has three classes of policies; a published one counts as the class that saves about as
+    # much.
     policy = {"none": "none", "keep": "keep", "dots": "keep"}.get(plan.remat, "full")
     config = dataclasses.replace(config, remat=policy)
     weights, matrices = stage_parameters(config, plan), stage_matrices(config, plan)
@@ -107,6 +109,8 @@ def run_bytes(
     """
     if kinds:
         means: dict = collections.defaultdict(float)
+        # Estimates are linear in the number of blocks of a kind, so a mixed model is the weighted
+        # mean of uniform ones.
         for kind, count in collections.Counter(kinds).items():
             one = dataclasses.replace(plan, remat="keep" if kind == "offload" else kind)
             sizes = run_bytes(config, sequence, one, adapters).categories
@@ -173,6 +177,8 @@ def alternating_bytes(variants: Sequence[Sequence[MemoryEstimate]]):
         states = [e.parameters + e.moments + e.layout_tables for e in phases]
         total: Bytes = phases[0].total
         state: Bytes = states[0]
+        # Phases follow one another on the same chips: what counts is the phase with the largest
+        # total.
         for each, own in zip(phases[1:], states[1:]):
             larger = np.asarray(each.total > total)
             total, state = np.where(larger, each.total, total), np.where(larger, own, state)

@@ -171,6 +171,8 @@ def estimate(
     block, rest = _largest_block(model)
     # An update at once frees the gradients of a block.
     overlaps = updates_at_once(training, clipping)
+    # With updates at once: the block that returns, the one that updates and the one whose buffers
+    # are not freed yet.
     gradients = rest + 3 * block if overlaps else parameters
     # Without kept copies, those of the blocks that are fetched and of the head exist at once.
     copied = (parameters if copies else min(parameters, rest + 2 * block)) * compute

@@ -75,6 +75,7 @@ class HostRates:
         narrow = "bfloat16" if self.compute < MASTER_BYTES else "float32"
         # Masters and moments are read and written, gradients read, copies written.
         seconds = 2 * (self.state + self.compute) / HOST_RATE
+        # The slower of both: with many cores the host's memory is the bound.
         if self.cores:
             seconds = max(seconds, 1 / (self.cores * UPDATE_RATES[self.state_dtype, narrow]))
         if self.pinned and self.copies:

@@ -113,9 +113,12 @@ def block_costs(
         # A stage idles for longer where blocks recompute, so its bubble counts.
         block[kind] = sum(s for name, s in time.terms.items() if name not in STEP_TERMS) / layers
         sections[kind] = {name: each.seconds * passes for name, each in time.sections.items()}
+    # Rounding of the estimates may make a difference of two kinds slightly negative.
     recompute = {kind: np.maximum(seconds - block["none"], 0) for kind, seconds in block.items()}
     forward = sum(seconds for name, seconds in sections["none"].items() if name != "head")
     # What a block keeps: its activations, and with "none" its weights in the compute dtype.
+    # The working copy that every kind needs is fixed; what "none" holds beyond it belongs to the
+    # blocks.
     least = functools.reduce(np.minimum, (each.working_copy for each in sizes.values()))
     ends = np.asarray(plan.micro_batch) * sequence * plan_memory.gathered_residual(model, plan)
     saved = {
@@ -213,6 +216,7 @@ def _patterns(kinds, longest):
     """Returns all patterns of up to `longest` blocks, the shortest first, that repeat none."""
     result = []
     for period in range(1, longest + 1):
+        # Combinations suffice, because `_spread` sets the order within a pattern.
         for chosen in itertools.combinations_with_replacement(kinds, period):
             counts = [chosen.count(kind) for kind in kinds]
             # A pattern that repeats a shorter one is the shorter one.
@@ -232,6 +236,7 @@ def _spread(chosen):
 
 
 def _repeats(layers, pattern, tail):
+    # All blocks are alike: one loop, however the depth is divided.
     if pattern == (tail,):
         return np.array([layers])
     return np.arange(1, layers // len(pattern) + 1)

@@ -339,6 +339,7 @@ def violations(request: Request, plan: ParallelPlan, memory) -> dict[str, np.nda
         # section 2.2).
         schedule = schedule | (plan.accumulation % stage != 0)
     return {
+        # Of all models in all phases, because one mesh trains them.
         "heads": functools.reduce(
             np.logical_or,
             (_uneven(m, request.sequence, tensor) for phases in request.models for m, _ in phases),
@@ -370,6 +371,7 @@ def check_legal(priced: Priced) -> None:
     if priced.legal.any():
         return
     r = priced.request
+    # The batch before the memory: another batch costs nothing, more chips do.
     others = priced.violated_except("batch")
     if not others.all():
         near = nearest_batch(priced, ~others)
@@ -437,6 +439,7 @@ def nearest_batch(priced: Priced, possible: np.ndarray, micro_batches: int = 1) 
     r = priced.request
     names = {name: priced.levels[name][0] for name in NAMES}
     plan = r.plan(grid(priced.levels) | names)
+    # Names have no influence on rows, so a plan is possible if any combination of names is.
     rows = np.broadcast_to(plan.replicas * plan.micro_batch, possible.shape[: len(COUNTS)])
     rows = rows[possible.any(axis=tuple(range(len(COUNTS), possible.ndim)))] * micro_batches
     near = np.maximum(np.round(r.batch / rows), 1) * rows

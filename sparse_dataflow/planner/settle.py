@@ -195,6 +195,7 @@ def _fastest(config, models_of, machine, check, staged=False) -> Settled:
                 refused = refused or error
                 continue
             return result
+    # The executor's own words name the setting; "no plan fits" would hide it.
     if refused:
         raise refused
     raise NothingFits("No plan of these settings fits the machine.", config, priced)
@@ -253,6 +254,7 @@ def levels(config: RunConfig, request: Request, staged: bool = False) -> search.
         result["stage"] = tuple(stages) if several and stages else (1,)
         result["feature"] = (1,)
         result["tensor"] = tuple(n for n in result["tensor"] if n <= _LARGEST_TENSOR)
+    # One stage is legal without chunks alone, so 1 is always among them.
     result["chunks"] = tuple(sorted({1, int(chunks or 1)}))
     result["schedule"] = schedules
     parts = parallel.sub_batches
@@ -281,6 +283,8 @@ def _seconds_of(request, machine):
 
     def order(plan):
         # Fewest micro-batches, then least recomputation; on many devices "fsdp" over all.
+        # A device outside of "fsdp" holds a copy, so plans that shard over all devices come first:
+        # 1e9 outweighs any number of micro-batches.
         others = plan.chips / (np.asarray(plan.fsdp) * plan.stage)
         remat = REMATS.index(plan.remat) / len(REMATS)
         return others * 1e9 + np.asarray(plan.accumulation) + remat

@@ -81,6 +81,7 @@ def _illegal(config, priced, where, check):
 def _advice(config, models_of, machine) -> str:
     """Returns the settings, the machine or the density with which a run would fit."""
     open_config = config.change(training__micro_batches=0, model__remat=kinds_of_remat.AUTO)
+    # The mesh of a chosen executor belongs to that choice, and stays.
     if config.parallel.executor == "auto":
         open_config = open_config.change(parallel__mesh=AUTO)
     auto = [

@@ -392,6 +392,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         flops = 2 * rows * weights
         between = 0 if density else 2 * rank  # What two factors write and read.
         size = dtype_bytes * (rows * (fan_in + fan_out + between) + copies * weights)
+        # The narrowest side of a product sets how full the matrix units are; experts share the rows
+        # among their copies.
         width = np.minimum(np.minimum(fan_in, fan_out), rows / copies)
         width = width if density else np.minimum(width, rank)
         narrow, casts = efficiency.half_width, 0.0
@@ -429,6 +431,8 @@ def _sections(config, sequence, plan, chip, efficiency, rates):
         sections[name] = Section(0.0 * size, size, size / rates.get(name, memory))
     logits = tokens * config.vocab_size / shared * LOGIT_BYTES * efficiency.traffic
     head = product("head", config.d_model, config.vocab_size / shared)
+    # Measured rates of the head include the passes over the logits; a section is one of three
+    # products of a step.
     passing = 0.0 if "head" in rates else logits / memory / 3
     sections["head"] = Section(head.flops, head.bytes + logits, head.seconds + passing)
     return sections
