@@ -34,6 +34,8 @@ class AddressLock:
         self._owner = folders.this_process()
         self._lost = False
         try:
+            # Each attempt takes the lock, refuses, or removes what was in the way; so the loop
+            # ends.
             while not self._acquired():
                 pass
         except OSError as error:
@@ -58,8 +60,10 @@ class AddressLock:
         if self._released.is_set():
             return
         self._released.set()
+        # At most ten seconds: a store that hangs must not keep the process from ending.
         self._thread.join(10)
         with contextlib.suppress(OSError):
+            # By now the lock may be another's, which this process must not remove.
             if self._read().get("id") == self._owner["id"]:
                 self._object.delete()
 
@@ -72,6 +76,8 @@ class AddressLock:
                     raise folders.in_use(self._address, owner)
             else:
                 folders.await_another_machine(self._address, owner, self._read)
+            # Read again, because a living owner counts up, or another process may have taken the
+            # lock.
             if self._read() == owner:
                 self._object.delete()
         try:
@@ -80,6 +86,8 @@ class AddressLock:
             if not self._read():  # What is no lock of ours is in the way.
                 self._object.delete()
             return False
+        # Some stores cannot create exclusively: of two writers, the one whose text stays is the
+        # owner.
         return self._read().get("id") == self._owner["id"]
 
     def _count_up(self) -> None:
@@ -90,6 +98,7 @@ class AddressLock:
                     self._lost = True
                     return
                 self._object.write(self._text())
+            # A missed count does no harm: only several in a row make an owner dead.
             except OSError as error:
                 logging.getLogger(__name__).info("%s", error)
 

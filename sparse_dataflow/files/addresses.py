@@ -87,6 +87,7 @@ def address_refusal(text: str, legal: bool = True) -> str:
     parts = rest.removesuffix("/").split("/")
     if not parts[0]:
         return f"names no bucket; legal: {scheme}://BUCKET/PATH."
+    # "::" chains file systems in fsspec, as in zip://...::s3://..., and ".." parts lead elsewhere.
     if "://" in rest or "::" in text or {"", ".", ".."} & set(parts):
         return f"is not legal: one address without empty, . and .. parts, such as {LEGAL}."
     return ""
@@ -264,6 +265,7 @@ class Address:
     def create(self, content: bytes) -> None:
         """Writes a small object; FileExistsError if it is there, in stores that can tell."""
         with self._opened() as (store, path):
+            # File systems of fsspec that do not know the mode raise one of these errors.
             try:
                 store.pipe_file(path, content, mode="create")
             except (NotImplementedError, TypeError, ValueError):
@@ -287,6 +289,8 @@ class Address:
         """
         listed = entry or self._listed()
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Hidden and in the same folder, so that the rename is atomic and no reader takes a part for
+        # the whole.
         partial = file.with_name(f".{file.name}.partial"[-255:])
         try:
             with self._opened() as (store, path):
@@ -334,6 +338,8 @@ class Address:
             number = _NUMBERS.get(kind, getattr(error, "errno", None) or errno.EPROTO)
             reason = missing_library(self.text) or _reason(error)
             cause = _cause(error)
+            # A library that could not even ask says "not found" too; only the store's answer
+            # counts.
             if kind is FileNotFoundError and cause is not None:
                 kind, number, reason = OSError, errno.EPROTO, _reason(cause)
             status = _status(error)
@@ -342,6 +348,8 @@ class Address:
             # Of errors of this machine's own disk, the number says what to do.
             if kind is OSError and number not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 number = errno.EPROTO
+            # Busy stores get a transient number, so that `storage.retry` tries again.
+            # A transient number, so that `storage.retry` asks again.
             if status in _BUSY or (status is not None and status >= 500):
                 number, reason = errno.EAGAIN, f"the store answers {status} ({reason})"
             raise kind(number, reason, self.text) from error

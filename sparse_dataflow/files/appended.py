@@ -72,6 +72,8 @@ def flush() -> None:
       OSError: a file cannot be flushed; the next call flushes it again.
     """
     with _lock:
+        # Cleared before the flush: a line that is appended meanwhile notes its path again, and is
+        # not lost.
         paths = set(_unflushed)
         _unflushed.clear()
     try:

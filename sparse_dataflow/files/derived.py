@@ -45,6 +45,7 @@ def as_data(value: object) -> object:
       TypeError: a value is neither data nor a dataclass, so it might not say all that it decides.
     """
     if isinstance(value, bytes):
+        # Of bytes the digest: an origin is stored in the record, which is read often.
         return {"bytes": hashlib.sha256(value).hexdigest()}
     if isinstance(value, float):
         # JSON has no infinity.
@@ -53,6 +54,7 @@ def as_data(value: object) -> object:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    # Fields without `compare` decide nothing, as a field of a cache.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field.name for field in dataclasses.fields(value) if field.compare)
         return {type(value).__qualname__: {name: as_data(getattr(value, name)) for name in fields}}
@@ -179,7 +181,9 @@ def write(partial: Path, path: Path, origin: object, facts: JsonObject) -> JsonO
                 remove(place)
         partial.replace(path)
 
+    # Under one lock, so that the file and its record are of the same maker.
     with _alone(path.parent):
+        # A faster maker's file stays, because readers may have opened it already.
         with contextlib.suppress(OSError, ValueError, manifest.Damaged):
             faster = _read(path, origin)
             remove(partial)

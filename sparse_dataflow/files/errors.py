@@ -63,6 +63,7 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
     All text that leaves the process passes here; what a program reads again does not, see
     `refuse_secrets`.
     """
+    # Values before addresses: a variable's value may itself be an address.
     for value in _values(tuple(sorted(environment.items()))):
         text = text.replace(value, HIDDEN)
     if "://" in text:
@@ -166,6 +167,7 @@ def refuse_secrets(value: object, name: str = "") -> None:
             refuse_secrets(each, name)
     elif isinstance(value, str) and redact(value) != value and not _is_place(value):
         holders = [n for n, each in os.environ.items() if redact(value, {n: each}) != value]
+        # What is hidden without any variable is a password in the text itself.
         alone = redact(value, {}) != value
         holds = "a password" if alone else f"the value of the variable {holders[0]}"
         raise UserError(
@@ -197,6 +199,7 @@ def _values(environment):
 
 def _is_secret(name, value):
     if (
+        # A path that exists is a place, whatever the variable is called.
         len(value) < _SHORTEST
         or name.upper() in _NEVER
         or (os.path.isabs(value) and os.path.exists(value))
@@ -209,6 +212,7 @@ def _is_secret(name, value):
 
 def _forms(value):
     """Returns how a value is written in a text, in JSON, by Python, in HTML and in an address."""
+    # The first and the last line of a private key are the same for all keys.
     if len(value) < _SHORTEST or value.startswith("-----"):
         return ()
     quoted = (urllib.parse.quote(value, safe="", errors="replace"),
@@ -360,6 +364,7 @@ def in_words(error: Exception) -> str:
         given = [f"{name}={os.environ[name]}" for name in OF_JAX if os.environ.get(name)]
         settings = f" {', '.join(given)[:400]}:" if given else ""
         reason = re.sub(r" \((set|you may need).*", "", first_line(error)).rstrip(".")
+        # jax asserts that a platform has devices, without a text.
         reason = "it finds no device" if isinstance(error, AssertionError) else reason
         return (
             f"jax does not start here:{settings} {reason}. Correct or unset what names it; legal "

@@ -81,6 +81,7 @@ def refuse_foreign(
         if is_marked(folder, owner):
             legal = lambda name: names is None or storage.without_token(name) in names  # noqa: E731
             return [name for name in others if not legal(name)]
+        # The mark of another program: a folder with nothing else is not ours either.
         if os.path.lexists(folder / MARK):
             return others or [MARK]
         return [] if not others or accept(folder) else others
@@ -105,6 +106,7 @@ def refuse_unwritable(folder: Path, flag: str = "--out") -> None:
     Raises:
       UserError: naming the flag.
     """
+    # The folder may not exist yet: the nearest existing one decides whether it can be made.
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir():
         raise _unwritable(folder, NotADirectoryError(errno.ENOTDIR, "Not a directory"), flag)
@@ -130,11 +132,13 @@ def claim(
       UserError: as in `refuse_foreign`, or the folder cannot be written.
     """
     refuse_foreign(folder, owner, flag, names, accept)
+    # Noted before the folders are made, so that `undo` removes none that was there.
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     marked = False
 
     def undo():
         with contextlib.suppress(OSError):
+            # Only a mark of this call: a process of the same owner may have made it first.
             if marked and os.listdir(folder) == [MARK]:
                 (folder / MARK).unlink()
             for path in created:
@@ -281,6 +285,8 @@ class FolderLock:
                     raise UserError(f"{self._path} is not a regular file; remove it.")
                 if self._flocked(file):
                     owner = _read(self._path)
+                    # A mount may keep flocks on each machine for itself: an owner elsewhere shows
+                    # in the file alone.
                     if owner and owner.get("machine") != self._owner["machine"]:
                         await_another_machine(self._folder, owner, lambda: _read(self._path))
                     # Another process may have released, and so removed, the file meanwhile.
@@ -335,6 +341,7 @@ class FolderLock:
         Of several processes that find the owner dead, the one that creates a file named after it
         removes it. Otherwise a slow one could remove the file of its successor.
         """
+        # Before the owner is read: a file with another inode is a successor's.
         try:
             before = os.stat(path, follow_symlinks=False)
         except FileNotFoundError:
@@ -346,6 +353,8 @@ class FolderLock:
         elif is_alive(owner):
             raise in_use(self._folder, owner)
         owner = _read(path)
+        # The name is of this very owner and file: a successor's lock has another, which nobody here
+        # may remove.
         digest = hashlib.sha256(json.dumps([before.st_ino, owner], sort_keys=True).encode())
         right = path.with_name(f"{NAME}.{digest.hexdigest()[:16]}")
         file = self._created(right)
@@ -464,6 +473,7 @@ def is_alive(owner: JsonObject) -> bool:
 def _started(pid: int) -> float:
     """Returns when a process started: in ticks since the boot, which setting the clock does not
     move, or where the system has no /proc, as psutil says."""
+    # The number comes from a file: a text such as "../1" would lead to another path.
     if not isinstance(pid, int):
         raise TypeError("a process id is a whole number")
     try:

@@ -40,6 +40,7 @@ def load(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> Any:
 def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     """Returns the content of an untrusted file; raises as `load`."""
     path = Path(path)
+    # One byte more than is legal: so a file that is too large is known without reading it whole.
     content = storage.retry(f"Reading {path}", lambda: _read(path, max_bytes + 1))
     if len(content) > max_bytes:
         raise ValueError(f"{path.name} is larger than {max_bytes} bytes")
@@ -91,6 +92,7 @@ def differences(saved: object, expected: object, key: str = "") -> Iterator[tupl
             pair = saved.get(name, _ABSENT), expected.get(name, _ABSENT)
             yield from differences(*pair, f"{key}.{name}" if key else name)
         return
+    # Another writer may have 1 where this one has 1.0.  A bool is neither type.
     if saved == expected and {type(saved), type(expected)} == {int, float}:
         return
     old, new = (

@@ -56,6 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self):
         super().setup()
+        # The reader of the standard library has no deadline for a request as a whole.
         self.rfile.close()
         self._received = _UntilDeadline(self.connection)
         self.rfile = io.BufferedReader(self._received)
@@ -101,6 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(data)))
+            # Pages show a training that goes on: a cached one is old.
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()

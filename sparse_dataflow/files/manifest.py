@@ -47,6 +47,7 @@ def write(folder: Path, facts: json_files.JsonObject) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, folder / NAME)
+    # Names are flushed last: after this, a power cut loses neither a file nor its name.
     for parent, _, _ in os.walk(folder):
         storage.flush_folder(Path(parent))
 
@@ -57,6 +58,7 @@ def flushed(paths: Mapping[str, Path]) -> dict[str, json_files.JsonObject]:
     for name, path in paths.items():
         with storage.open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+            # It flushes the file's pages, whichever descriptor wrote them.
             os.fsync(file.fileno())
             entries[name] = {"size": file.tell(), "sha256": digest}
     return entries
@@ -72,6 +74,7 @@ def text(facts: Mapping[str, object], entries: Mapping[str, object]) -> bytes:
     Raises:
       ValueError: it would be larger than `MAX_BYTES`.
     """
+    # With a digest of itself, so that damage of the manifest does not pass for damage of the files.
     body = {"facts": dict(facts), "files": dict(entries)}
     content = json.dumps(body | {"sha256": _digest(body)}, indent=1, allow_nan=False).encode()
     if len(content) > MAX_BYTES:

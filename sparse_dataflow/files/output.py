@@ -85,6 +85,7 @@ class _Writer:
         if self._process != os.getpid() and not self._start():
             self._write(text[:_LONGEST].encode(self._encoding, self._errors))
             return
+        # Dropped rather than stored: of a reader that stopped, memory would grow without end.
         if self._queue.qsize() < _MOST_PENDING:
             for start in range(0, min(len(text), _LONGEST * 16), _LONGEST):
                 piece = text[start : start + _LONGEST]
@@ -96,6 +97,8 @@ class _Writer:
             return
         mark, end = _Mark(), time.monotonic() + PATIENCE_SECONDS
         self._queue.put(mark)
+        # Polls: a signal handler that flushes must not wait for a lock that the interrupted code
+        # holds.
         while not mark.passed:
             if time.monotonic() > end:
                 self._late = mark
@@ -146,6 +149,7 @@ def best_effort_errors() -> Iterator[None]:
     A standard stream that is closed is opened on the null device: the next file that is opened
     would take its number, and libraries write to that number.
     """
+    # A new descriptor takes the lowest free number, which is this one, as the numbers ascend.
     for number in range(3):
         try:
             os.fstat(number)

@@ -74,6 +74,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error, and each one that it was raised from."""
     while error is not None:
         yield error
+        # Only what an error was raised from: a `__context__` may be an error that was handled.
         error = error.__cause__
 
 
@@ -201,6 +202,7 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
         be flushed.
     """
     path = Path(path)
+    # A name of its own, as two processes may replace the same file at once.
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
     def write():
@@ -214,6 +216,7 @@ def replace(path: str | os.PathLike, content: bytes) -> None:
 
     try:
         retry(f"Writing {path}", write)
+    # Also when a signal ends the run: no unfinished file stays behind.
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

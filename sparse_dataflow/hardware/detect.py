@@ -136,6 +136,7 @@ def measure_cpu_bandwidth() -> float:
     cpu = jax.local_devices(backend="cpu")[0]
     # Donation reuses the buffer, so that page faults are not measured.
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
+    # Larger than the caches of any CPU.
     x = jax.device_put(jnp.zeros(32 * 2**20, jnp.float32), cpu)
     moved = 2 * x.nbytes
 
@@ -155,6 +156,7 @@ def _best_seconds(run, budget: float) -> float:
         start = time.perf_counter()
         run().block_until_ready()
         times.append(time.perf_counter() - start)
+    # The shortest: other programs can only make a run slower.
     return min(times)
 
 
@@ -251,6 +253,7 @@ def keep_freed_memory() -> bool:
         # One heap, so that each thread can use what another freed.
         _M_ARENA_MAX: 1,
     }
+    # A list, so that every setting is made, even if one is refused.
     return all([mallopt(option, value) for option, value in settings.items()])
 
 

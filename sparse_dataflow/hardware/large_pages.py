@@ -30,6 +30,7 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike = np.float32) -> np.ndarray:
         if padded > len(memory):
             memory = _mapped(max(padded, _ARENA))
         claimed, rest = memory[:padded], memory[padded:]
+        # What is left of a mapping serves the next arrays, unless the old rest is larger.
         if len(rest) >= len(_free) or memory is _free:
             _free = rest
     return np.frombuffer(claimed[:size], dtype).reshape(shape)

@@ -53,6 +53,7 @@ def parse(text: str) -> Machine:
     if match is None:
         raise UserError(f"--chips={text[:60]} is not legal; legal: {LEGAL}.")
     kind, sides, price = match.groups()
+    # A path keeps its case; names of chips have none.
     kind = kind if kind.endswith(".toml") else kind.lower()
     count = math.prod(map(int, sides.split("x"))) if sides else 1
     if slice_name := _TPU.fullmatch(kind):

@@ -20,6 +20,7 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         named = (line.partition(":") for line in lines)
         values = (value for name, _, value in named if name.strip().lower() in _FEATURES)
+        # Sorted, as kernels list the same features in other orders.
         features = " ".join(sorted(next(values, "").split()))
     digest = hashlib.sha256(f"{platform.machine()} {features}".encode())
     return f"{platform.machine()}-{digest.hexdigest()[:12]}"

@@ -234,6 +234,7 @@ def traced(folder: Path) -> Iterator[None]:
     Raises:
       UserError: another trace is under way.
     """
+    # A process of jax has one trace at a time.
     if not _busy.acquire(blocking=False):
         raise UserError("A trace is under way; wait for its end.")
     try:

@@ -112,6 +112,7 @@ class MetricsReader:
                     words = "%s: line %d is damaged; skipped."
                     logging.getLogger(__name__).warning(words, self._path, lines)
                 elif row:
+                    # A row without a step repeats none: its line number is its key.
                     rows[(row.get("kind"), row["step"]) if "step" in row else lines] = row
                 if damaged > _MAX_DAMAGED or len(rows) + len(self._rows) > _MAX_ROWS:
                     raise UserError(
@@ -184,6 +185,8 @@ class MetricsWriter:
         # Later rows are of steps that are trained again from the checkpoint.
         complete = [row for row in complete if row["step"] <= step]
         _say_missing(self._path, complete, step)
+        # Written anew and renamed: a run that dies here has all of the old rows or all of the new
+        # ones.
         lines = (json.dumps(row) + "\n" for row in complete)
         self._retried(storage.replace, self._path, "".join(lines).encode())
         if self._tensorboard:
@@ -202,6 +205,7 @@ class MetricsWriter:
 
     def seconds_at(self, step: int, otherwise: float) -> float:
         """Returns the training seconds until `step` by the rows so far, or `otherwise`."""
+        # From the end, where the row of a recent step is.
         rows = reversed(read_metrics(self._path))
         steps = (r for r in rows if r.get("kind") in _OF_STEPS and r.get("step") == step)
         return next((row["seconds"] for row in steps), otherwise)
@@ -226,6 +230,7 @@ class MetricsWriter:
             self._trackers.clear()
 
     def _close_files(self):
+        # On a stack, so that the rows are closed even if the events cannot be.
         with self._user_errors(), contextlib.ExitStack() as stack:
             stack.callback(self._close_events)
             stack.callback(self._rows.close)
@@ -308,6 +313,7 @@ class SideFile:
         try:
             operation()
         except OSError as error:
+            # A permanent error is not met again at every line.
             self._ended = not storage.is_transient(error)
             if not self._warned:
                 self._warned = True

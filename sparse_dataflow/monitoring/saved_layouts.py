@@ -44,6 +44,8 @@ class LayoutReader:
           variant: with its planned steps.
         """
         self._folder, self._variant = folder / "checkpoints", variant
+        # Two: the newest checkpoint and the first one. Bound to this reader, so that its layouts
+        # end with it.
         self._read = functools.lru_cache(maxsize=2)(self._layouts_at)
         self._first: tuple[int, Layouts] | None = None
 

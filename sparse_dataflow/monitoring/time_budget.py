@@ -36,6 +36,7 @@ class TimeBudget(Hook):
         first, seconds = self._since
         if trainer.progress < REVISED_AT[self._done] or trainer.step == first:
             return
+        # One step of a short training may pass several of the marks.
         self._done = sum(trainer.progress >= share for share in REVISED_AT)
         self._since = trainer.step, trainer.seconds
 
@@ -43,6 +44,7 @@ class TimeBudget(Hook):
             mean = (trainer.seconds - seconds) / (trainer.step - first)
             return trainer.step + max(0, round((self._budget - trainer.seconds) / mean))
 
+        # Process 0 decides: clocks differ, and all processes must train the same number of steps.
         total, before = collectives.on_first(possible), trainer.length.total
         if abs(total - before) > SAME_LENGTH * before:
             trainer.revise(total)

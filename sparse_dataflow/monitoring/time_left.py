@@ -188,6 +188,7 @@ class TimeLeft:
         """Returns the seconds of the newest steps over those of as many mean steps."""
         if not self._recent:
             return 1.0
+        # As far back as the time ahead: for an hour, the last minute is too short a sample.
         begin = self._recent[-1][0] - max(_LEAST_SECONDS, self._left)
         newest = list(itertools.takewhile(lambda step: step[0] > begin, reversed(self._recent)))
         expected = sum(steps.mean for _, steps, _ in newest)

@@ -54,6 +54,7 @@ class UserMetrics:
             the name of a metric of the step.
         """
         numbers = {}
+        # A copy of the items, as a function that fails is removed.
         for name, function in list(self._functions.items()):
             try:
                 numbers[name] = self._number(name, function, step)
@@ -74,6 +75,8 @@ class UserMetrics:
             )
         try:
             value = function(step)
+        # A function most often fails by the name of a number that this model does not report, so
+        # the legal names are listed.
         except KeyError as error:
             raise UserError(
                 f"metrics[{name!r}] reads {error}, which the steps of this model do not have; "

@@ -30,6 +30,7 @@ def with_adapters(
     model.refuse_experts(f"training.adapter_rank={rank}", "0")
     if frozen_dtype == "int8":
         model.require("frozen_int8", "training.frozen_dtype=int8", "compute")
+    # A factor cannot have a higher rank than the shorter side of its matrix.
     narrowest = min(min(model.projection_shape(name)) for name in model.projections)
     if rank > narrowest:
         raise UserError(

@@ -32,6 +32,8 @@ def allocate(model: ModelConfig, budget: str) -> ModelConfig:
     """
     if budget == "uniform" or not _budgeted(model):
         return model
+    # The comma before both texts makes a budget that is nothing but a depth look like one after
+    # names.
     names, by_depth, multiples = f",{budget}".partition(f",{DEPTH}")
     if model.masked_projections and by_depth:
         raise UserError(
@@ -63,6 +65,8 @@ def has_layout(model: ModelConfig, name: str, density: float) -> bool:
     return True
 
 
+# Two projections may have different grids, so a multiplier can be legal for one and not for the
+# other: all are tried before training.
 def _by_depth(model, multiples, budget):
     texts = multiples.split(",")
     multipliers = [_multiplier(text) for text in texts]

@@ -37,6 +37,7 @@ class Devices:
     @property
     def parallelisms(self) -> tuple[str, ...]:
         """Names of parallelisms; see `Executor.parallelisms`."""
+        # The relay has an axis "data" alone, which cuts no model.
         relay = (RELAY.words,) if self.plan.executor == "relay" else ()
         return (*relay, *(axis for axis, size in self.sizes.items() if size > 1))
 
@@ -49,6 +50,7 @@ class Devices:
 def _used(words: str, used: Callable[[Any], object], **example: object) -> Option:
     """Returns an option of a `RunConfig`; `part__name` in the example is the setting part.name."""
     settings = {path.replace("__", "."): value for path, value in example.items()}
+    # Without a config the row is of the core's table and says nothing here.
     return Option(words, lambda run: run.config and used(run.config) and words, settings)
 
 
@@ -68,6 +70,7 @@ def _other(
         value = run.config and _value(run.config, path)
         if run.config is None or legal(value):
             return ""
+        # A path may be long or private; its setting says enough.
         return path if path == "run.init_from" else f"{path}={str(value)[:60]}"
 
     settings = {name.replace("__", "."): value for name, value in more.items()}

@@ -82,6 +82,7 @@ def equal_cost_model(
             aligned = min(_ALIGNED, width & -width) / _ALIGNED
             score = error + _DENSITY_WEIGHT * _density_error(candidate, density)
             matches.append((score - _ALIGNMENT_WEIGHT * aligned, width, candidate))
+    # Layouts are made last and only until one succeeds: they are the slow part of the search.
     for _, _, candidate in sorted(matches, key=lambda match: match[:2]):
         if _has_layouts(candidate):
             return candidate
@@ -134,6 +135,7 @@ def _candidates(model, cost_of, target, density, multiple) -> Iterator[ModelConf
         sized = [resized(model, width, each) for each in _densities(density, width // step)]
         legal = [each for each in sized if each]
         yield from legal
+        # Costs grow with the width, so all later candidates are too large as well.
         if legal and mismatch(legal[0], cost_of, target) > TOLERANCE:
             return
 

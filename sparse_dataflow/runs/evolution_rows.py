@@ -30,6 +30,8 @@ def _state_that_stays(run):
     for name in run.model.partial_projections:
         spec = run.model.linear(name)
         side = spec.block
+        # Stored blocks change places whole, so only state within a block matters; a mask moves
+        # single weights.
         sides = (side, side) if spec.weight.stores_blocks else run.model.projection_shape(name)
         if axes := partial_axes(run.training, sides):
             along = " and ".join(axes)

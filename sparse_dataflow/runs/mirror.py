@@ -136,7 +136,9 @@ class AddressCopies(Copies):
 
     def put(self, step: int, source: Path) -> None:
         origin, copy = source / str(step), self._address / str(step)
+        # The manifest first into memory: the source may be pruned while its files are copied.
         content = json_files.read_bytes(origin / manifest.NAME)
+        # An unfinished copy of an earlier attempt may have files that this one does not replace.
         self._delete(step)
         for name, entry in manifest.parse(content)["files"].items():
             upload = functools.partial(_upload, origin / name, copy / name, entry)
@@ -215,6 +217,7 @@ def _transfer(step: int, source: Path, target: Path) -> None:
       OSError: it cannot be read or written.
     """
     origin, saving = source / str(step), target / f"{step}.saving"
+    # A killed copy leaves this name behind, perhaps with files of another attempt.
     named_arrays.remove(saving)
     try:
         for name, path in [
@@ -231,6 +234,8 @@ def _finish(step: int, saving: Path, target: Path) -> None:
     """Verifies a copy under its unfinished name, and gives it its own."""
     if manifest.verify(saving).get("step") != step:
         raise manifest.Damaged(f"it is no copy of step {step}")
+    # Names are flushed before the rename, so that a power cut leaves no checkpoint with missing
+    # files.
     for folder, _, _ in os.walk(saving):
         storage.flush_folder(Path(folder))
     saving.rename(target / str(step))
@@ -277,7 +282,9 @@ class Mirror:
             self._copies.prepare()
         except OSError as error:
             raise UserError(f"Checkpoints cannot be copied to {place}: {_words(error)}.") from error
+        # One thread: copies are made one after the other, in the order of the checkpoints.
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mirror")
+        # Done from the start, so that `wait` needs no case for a mirror that has copied nothing.
         self._last: concurrent.futures.Future = concurrent.futures.Future()
         self._last.set_result(None)
 
@@ -358,6 +365,7 @@ class Mirror:
         step = -1
         try:
             step = max(named_arrays.read_facts(self._source), default=-1)
+            # A resumed run may finish a step again that was copied before it was killed.
             if step < 0 or step in self._copies.facts():
                 return
             # Before the checkpoint counts: a resumed run drops the rows after it, and needs all
@@ -382,6 +390,7 @@ def _last_step(metrics: Path) -> int:
     """Returns the step of the last whole row; -1 without one, -2 without the file."""
     try:
         with storage.open_regular(metrics) as file:
+            # The file may have hundreds of megabytes, and the newest row is in its last line.
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             lines = file.read(_TAIL).splitlines()
     except FileNotFoundError:

@@ -22,6 +22,8 @@ def isolated_components(model: ModelConfig) -> int:
     sparse = model.sparse_projections
     if not sparse or model.experts:  # A router reads all features, and scales all.
         return 1
+    # The largest unit that no boundary of a head or a block cuts: all features of one unit have the
+    # same links.
     unit = math.gcd(
         model.d_model, model.d_ff, model.head_width, *(model.linear(n).block for n in sparse)
     )
@@ -41,6 +43,7 @@ def isolated_components(model: ModelConfig) -> int:
         shape = (whole + len(stream),) * 2
         graph = scipy.sparse.coo_array((np.ones(len(start), bool), (start, stop)), shape)
         components = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
+        # Numbered anew from 0, as each layer's graph has its own nodes.
         labels = np.unique(components[stream], return_inverse=True)[1]
         count = len(np.unique(labels))
         if count == 1:
@@ -74,6 +77,7 @@ def _links(model, name, layer, unit, inputs, outputs):
         (rows.ravel(), np.repeat(columns[:, 0], size)),
         (columns.ravel(), np.repeat(rows[:, 0], size)),
     ]
+    # A transform mixes whole groups of inputs before the blocks read them.
     if spec.hadamard > unit:
         first = np.arange(len(inputs)) // (spec.hadamard // unit) * (spec.hadamard // unit)
         links.append((inputs, inputs[first]))

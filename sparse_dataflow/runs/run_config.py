@@ -286,12 +286,14 @@ class RunConfig(Readable):
                 "A RunConfig's model stores its weights densely; its sparsity says which "
                 "projections are block-sparse."
             )
+        # Called for its refusals: a config that cannot be resolved must not be made.
         self.sparsity.linears(self.model)
         if self.model.remat != remat.AUTO:
             remat.kinds(self.model.remat, self.model.num_layers)  # Refuses another number.
         sequence, vectors = self.training.sequence, self.training.prompt_vectors
         more = f" after training.prompt_vectors={vectors}" if vectors else ""
         name = f"training.sequence={sequence}{more}"
+        # Prompt vectors take places of the context too.
         prompted = dataclasses.replace(self.model, prompt_vectors=vectors)
         prompted.check_context(prompted.row(sequence), name)
         compatibility.refuse(self)
@@ -433,6 +435,7 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
     return RunConfig(
         model=dataclasses.replace(size, compute_dtype=compute_dtype, remat=remat.AUTO),
         sparsity=SparsityConfig(block=BLOCKS.get(scale, SparsityConfig().block)),
+        # Zero micro-batches leave their number to the planner, as the remat above.
         training=TrainingConfig(
             sequence=min(size.longest, LONGEST_SEQUENCE), micro_batches=0, **vars(recipe)
         ),
@@ -442,6 +445,8 @@ def preset(scale: str, *, compute_dtype: str = "float32") -> RunConfig:
 
 def rescaled(config: RunConfig, scale: str) -> RunConfig:
     """Another scale with every setting in which a config differs from its own scale's preset."""
+    # Only the differences: the new scale's own batch, rates and block side must not be overwritten
+    # by the old scale's.
     before, after = preset(config.run.scale).to_json(), config.to_json()
     changes = {
         f"{member}.{name}": getattr(getattr(config, member), name)

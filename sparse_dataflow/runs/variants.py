@@ -36,8 +36,11 @@ def variants(
         )
 
     def planned(number, name):
+        # The setting has a number for each model; a model's own training has its own number.
         training = dataclasses.replace(config.training, warmup_steps=warmups[number : number + 1])
         with_warmup = dataclasses.replace(config, training=training)
+        # One step suffices where the length is given in minutes: shapes and layouts do not depend
+        # on it.
         count = steps[name] if steps else config.training.steps or 1
         return variant(with_warmup, name, vocab_size).with_steps(count)
 
@@ -67,6 +70,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     if name == "dense":
         model = with_adapters(dense, *adapted)
         method = METHODS[config.evolution.method]
+        # Some methods change a dense model; beside a sparse model it is a twin, which stays as it
+        # is.
         changes_dense = method.phase_specs is not None and not method.changes_blocks
         alone = changes_dense and not config.sparsity.projections
         evolution = config.evolution if alone else EvolutionConfig()
@@ -78,6 +83,8 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
     model = dataclasses.replace(dense, linears=config.sparsity.linears(config.model))
     model = with_adapters(allocate(model, config.sparsity.budget), *adapted)
     model_layouts.check_layouts(model)
+    # Blocks that are chosen from given weights are known at run time only, those of a pattern
+    # before.
     given = bool(config.run.init_from) and config.run.prune_to == "blocks"
     evolution = dataclasses.replace(config.evolution, given_layouts=given)
     sparse = Variant(name, model, config.training, evolution)
