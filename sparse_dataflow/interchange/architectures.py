@@ -674,8 +674,10 @@ def read_config(fields: Mapping[str, object]) -> ModelConfig:
                 ours |= rule.read(fields)
     if problems := illegal or problems:
         raise UserError(f"config.json has {'; '.join(problems)}.")
+    # The fused projection has one bias for all three.
     if ours.get("fused_qkv", True):
         ours["biases"] = tuple(dict.fromkeys("qkv" if n in QKV else n for n in ours["biases"]))
+    # No layer reads it, and equal models must compare equal.
     if not ours.get("window"):
         ours.pop("rotary_local_base", None)
     return _comparable(ModelConfig(**ours))

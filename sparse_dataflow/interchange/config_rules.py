@@ -71,6 +71,7 @@ class Same(FieldRule):
 
     def write(self, model: ModelConfig) -> JsonObject:
         value = getattr(model, self.written or self.ours)
+        # False equals 0 too, and is written as false.
         return {self.theirs: self.zero if value == 0 and value is not False else value}
 
 
@@ -352,6 +353,7 @@ class Window(FieldRule):
     def write(self, model: ModelConfig) -> JsonObject:
         kinds = [model.layer_type(i) if model.window else FULL for i in range(model.num_layers)]
         fields: JsonObject = {"sliding_window": model.window or None}
+        # These classes demand a number; layer_types says that no layer uses it.
         if self.period and not model.window:
             fields["sliding_window"] = self.default
         if self.switched:

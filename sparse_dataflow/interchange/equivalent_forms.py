@@ -62,6 +62,7 @@ def dense_module(model: ModelConfig, name: str, module: dict) -> dict:
     spec = model.linear(name)
     kernel = np.asarray(spec.weight.form(spec).from_arrays(module, PRECISIONS[0]).dense())
     if spec.hadamard:
+        # (x H) W = x (H W), and H is symmetric: it acts on the inputs of the kernel.
         mixed = hadamard(jnp.asarray(kernel.swapaxes(-1, -2)), spec.hadamard)
         kernel = np.asarray(mixed).swapaxes(-1, -2)
     dense = with_term(spec, Dense(kernel), module).dense()

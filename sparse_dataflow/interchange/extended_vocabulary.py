@@ -120,6 +120,7 @@ def extended(base: Tokenizer, texts: Iterable[str], count: int) -> Tokenizer:
     numbers = list(range(first, first + len(new.tokens)))
     text = json.dumps(_with_tokens(fields, new, numbers), ensure_ascii=False)
     size = max(base.vocab_size, first + len(numbers))
+    # The order that `Tokenizer` demands: texts, then rows without a token, then the end of a text.
     old_text, rest = ids[: len(base.tokens)], ids[len(base.tokens) : -1]
     taken = {*ids, *numbers}
     rest = tuple(n for n in rest if n not in numbers) + tuple(
@@ -231,6 +232,7 @@ def _learn(fields, texts: list[str], count: int) -> _Learned:
         fields = _with_tokens(fields, _Learned(characters, []), numbers)
     words, symbols = _words(fields, texts)
     wanted, more = count - len(characters), count
+    # Some merges make only tokens that exist already, so `count` of them may give too few.
     while True:
         pairs = _merges(words, len(symbols), more)
         new = _named(pairs, symbols, set(tokenizer_library.vocabulary(fields)), wanted)
@@ -252,6 +254,7 @@ def _characters(fields, texts, most: int) -> list[str]:
         # Other tokens become line feeds, so that bytes on two sides of one make no character.
         run = bytes(values.get(number, 10) for number in ids)
         counts.update(run.decode("utf-8", "ignore"))
+    # Equal counts are ordered by character, so that every machine chooses the same.
     rare = sorted((-n, c) for c, n in counts.items() if c.isprintable() and n > 1)
     total, covered, chosen = -sum(n for n, _ in rare), 0, []
     for number, character in rare[:most]:
@@ -264,6 +267,7 @@ def _characters(fields, texts, most: int) -> list[str]:
 
 def _engine(fields):
     engine = tokenizer_library.from_text(json.dumps(fields, ensure_ascii=False))
+    # The texts are data: "<|end|>" in one is text. Without dropout, a text is always cut alike.
     engine.encode_special_tokens = True
     engine.model.dropout = None
     return engine

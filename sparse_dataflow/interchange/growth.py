@@ -46,6 +46,7 @@ def grown(
       UserError: the new model cannot begin with this function; names legal values.
     """
     _ = grown_config(old, new)
+    # Seeded by the key alone, so that every process grows the same model.
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     spread = 0.0
     if _widens(old, new):

@@ -96,6 +96,7 @@ def fetched(name: HubName, files: Collection[str] = ()) -> Path:
     hub = needed_module("huggingface_hub", str(name))
     for module in ("errors", "constants"):  # Those that the library does not import itself.
         needed_module(f"huggingface_hub.{module}", str(name))
+    # A commit never changes, so the hub need not be asked.
     if _COMMIT.fullmatch(name.revision) and (folder := _cached(hub, name, files)):
         return folder
     try:
@@ -237,10 +238,12 @@ def _download(hub, name, commit, sizes, digests) -> Path:
                         f"{path} has {os.path.getsize(path):,} bytes and not {sizes[file]:,} as on "
                         "the hub; delete it, so that it is fetched anew."
                     )
+                # Only what was fetched now: to hash a large model that is held takes minutes.
                 if file not in held and digests[file]:
                     with storage.open_regular(path) as content:
                         digest = hashlib.file_digest(content, "sha256").hexdigest()
                     if digest != digests[file]:
+                        # `path` links to the content, which the library would link to again.
                         os.remove(os.path.realpath(path))
                         raise UserError(
                             f"{file} of {name} has another SHA-256 than the hub lists, and was "

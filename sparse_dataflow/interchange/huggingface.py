@@ -345,6 +345,7 @@ def reordered(params: dict, order: np.ndarray) -> dict:
     """Returns the parameters, or those of no layer, with the vocabulary in another order."""
     embed, head = params["embed"], params["head"]
     tokens = np.asarray(embed["tokens"], np.float32)
+    # With mode="raise", take fills a second array first and copies it to `out`.
     tokens = np.take(tokens, order, axis=0, out=large_pages.empty(tokens.shape), mode="clip")
     embed = {**embed, "tokens": tokens}
     rows = {name: np.asarray(head[name])[order] for name in VOCABULARY if name in head}

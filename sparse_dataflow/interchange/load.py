@@ -81,6 +81,7 @@ def load(folder: str | Path, variant: str = "", checkpoint: str = NEWEST, mesh: 
             f"legal: {NEWEST}."
         )
     imported = huggingface.read(folder)
+    # The arrays are aligned as XLA wants them, so that a CPU uses them without a copy.
     put = functools.partial(jax.device_put, may_alias=True)
     params = map_arrays(put, imported.params)
     return directory_model(folder, imported.model, imported.tokenizer, params)

@@ -47,6 +47,8 @@ def write(folder: Path, trained: Model) -> list[Path]:
     architecture = ARCHITECTURES[source["architecture"]]
     tensors = dict(_tensors(architecture, trained.model, trained.params))
     modules = sorted({name.split(".")[-3] for name in tensors})
+    # Joined projections have the sum of their ranks. PEFT divides alpha by the rank, so alpha grows
+    # too.
     ranks = {n.split(".")[-3]: len(a) for n, a in tensors.items() if n.endswith("lora_A.weight")}
     others = {n: r / trained.training.adapter_rank for n, r in ranks.items()}
     others = {module: times for module, times in others.items() if times != 1}

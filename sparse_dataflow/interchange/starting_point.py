@@ -182,6 +182,7 @@ def read_for(config: RunConfig) -> StartingPoint:
     return read(config.run.init_from, config.run.init_variant, config.variants[0])
 
 
+# The defaults, the checks and the training of one start each read it.
 @functools.lru_cache(maxsize=1)
 def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoint:
     """Reads a Hugging Face directory, or the newest checkpoint of a run.

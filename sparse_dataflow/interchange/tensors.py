@@ -316,6 +316,7 @@ def _files(folder):
     if index.exists():
         try:
             names = sorted(set(json_files.load(index)["weight_map"].values()))
+            # An index from elsewhere must not name files outside its folder.
             if not names or any(Path(name).name != name for name in names):
                 raise ValueError("weight_map must name files of this folder")
         except json_files.MALFORMED as error:

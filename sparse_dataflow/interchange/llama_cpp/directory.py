@@ -37,6 +37,7 @@ def folder_of(path: Path) -> Path:
     """
     path = path.expanduser().resolve()
     file = opened_gguf(path)
+    # The header names all tensors and the tokenizer; to hash the weights too would take minutes.
     with storage.open_regular(path) as opened:
         head = hashlib.sha256(opened.read(file.header_bytes)).hexdigest()
     origin = {"code": _VERSION, "path": path, "size": path.stat().st_size, "header": head}

@@ -156,6 +156,7 @@ class GgufFile:
         self._gguf = needed_module("gguf", f"{path.name}, a file of llama.cpp,")
         size = path.stat().st_size
         with storage.open_regular(path) as file:
+            # Most headers are short, but one with a vocabulary may have many megabytes.
             data = file.read(_FIRST_BYTES)
             try:
                 self._read_header(data, size)

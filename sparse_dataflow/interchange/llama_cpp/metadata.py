@@ -81,6 +81,7 @@ class _Keys:
     def get(self, key: str, default: object = None) -> object:
         value = self.source.metadata.get(self.prefix + key, default)
         self.read.add(key)
+        # Some writers repeat one number for every layer.
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if isinstance(value, list):

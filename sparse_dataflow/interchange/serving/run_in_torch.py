@@ -35,6 +35,7 @@ class Product(nn.Module):
         index, step, kernel = None, spec.get("block", 1), tensors.get("kernel")
         if "mask" in tensors:
             columns = spec["block_outputs"] or step
+            # The first block is in the highest bit, as np.packbits writes it.
             bits = tensors["mask"][..., None] >> torch.arange(7, -1, -1) & 1
             bits = bits.flatten(1)[:, : len(kernel) // columns]
             index = bits.T.nonzero()[:, 1].view(bits.shape[1], -1)
