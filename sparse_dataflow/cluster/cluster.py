@@ -89,6 +89,8 @@ def membership(
             value = text if name == "coordinator" else _count(environment, ENVIRONMENT[name])
             sources.append("JAX_* variables")
         values[name] = value
+    # Asked for by name: a launcher with several tasks must not make this process wait for the
+    # others.
     if values["processes"] == 1 and not values["coordinator"]:
         _refuse_later_process(process)
         return Membership()
@@ -172,6 +174,7 @@ def _worker(hosts, worker, environment, source):
     if environment.get("MEGASCALE_NUM_SLICES"):
         slices = _count(environment, "MEGASCALE_NUM_SLICES")
         number = _count(environment, "MEGASCALE_SLICE_ID")
+    # Of several slices, process 0 is in the first one; a slice's own list has its own hosts only.
     first = environment.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0] or hosts[0]
     return _member(first, slices * len(hosts), number * len(hosts) + worker, source)
 

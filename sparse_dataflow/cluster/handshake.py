@@ -118,6 +118,7 @@ class _Door:
                 now = time.monotonic()
                 if now >= end:
                     break
+                # A slow client must not hold its place for longer than a hello takes.
                 for connection in [c for c, s in self._clients.items() if s.end < now]:
                     self._drop(connection)
                 for key, _ in self._ready.select(min(0.5, end - now)):
@@ -164,6 +165,7 @@ class _Door:
         if not is_proof(right, hello["proof"]):
             raise ValueError("it has another token")
         values = bool(self._token)  # Nobody else is told the values of settings.
+        # After the proof, so that a stranger learns nothing of the settings.
         refused = difference(self._mine, hello, self.peers, values)
         answer = {"joined": not refused, "refused": refused}
         answer["proof"] = proof(self._token, "coordinator", nonces, refused)
@@ -225,6 +227,7 @@ def accept_all(
         problem += f" The last connection that was refused came from {door.last_refusal}"
     peers = {}
     for number, connection in door.peers.items():
+        # Back to blocking: from here on a thread for each peer reads and writes whole lines.
         connection.settimeout(HELLO_SECONDS)
         peers[number] = Lines(connection)
         with contextlib.suppress(OSError):
@@ -279,6 +282,7 @@ def join(address: tuple[str, int], mine: Mapping[str, object], timeout: float, t
     """
     start, reason, reached = time.monotonic(), "no answer", False
     end, name = start + timeout, f"{address[0]}:{address[1]}"
+    # Again and again, because process 0 may start later than this one.
     while (left := end - time.monotonic()) > 0:
         try:
             connection = Lines(socket.create_connection(address, timeout=left))

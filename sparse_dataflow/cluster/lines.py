@@ -34,6 +34,7 @@ class Lines:
 
     def send(self, message: dict[str, object]) -> None:
         """Sends a message; raises OSError if the other side closed the connection."""
+        # Two threads may send: without the lock their lines would mix.
         with self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 

@@ -53,9 +53,13 @@ def joined(
         yield None
         return
     text = json.dumps(facts, sort_keys=True, default=str)
+    # The hash covers flags too long to be compared one by one, and shows in the message that they
+    # differ.
     facts = {**facts, "hash of all flags": hashlib.sha256(text.encode()).hexdigest()[:12]}
     token = cluster.token()
     group = rendezvous.meet(me.coordinator, me.processes, me.process, facts, timeout, token)
+    # jax would listen on every interface; a name of this machine's own address is reached there
+    # alone.
     bind = None
     if group.interface:
         host = f"[{group.interface}]" if ":" in group.interface else group.interface

@@ -83,6 +83,7 @@ class ProcessSet:
         the end of another process without naming it.
         """
         if self._peer_failed.wait(seconds):
+            # The thread that reads the failure ends the process; this one only waits for that.
             threading.Event().wait()
 
     def leave(self) -> None:
@@ -118,6 +119,7 @@ class ProcessSet:
             )
             # A lost machine is worth another start; an illegal request is not.
             status = message.get("exit_status", TEMPORARY)
+            # Only process 0 is connected to all, so it passes a failure on.
             if self.number == 0:
                 failure = {"failed": reason, "process": origin, "exit_status": status}
                 for other in self._peers.keys() - {peer}:

@@ -89,6 +89,7 @@ def stalled(statuses: Mapping[int, Status], heartbeat: float) -> list[int]:
     returned. The list is empty while steps progress, or any process compiles.
     """
     longest = max(status.longest_step for status in statuses.values())
+    # Without a step that was timed there is no measure of a long one.
     if any(s.activity in UNTIMED or not s.longest_step for s in statuses.values()):
         return []
     # As long as one process goes on, none is stalled.
@@ -155,6 +156,7 @@ class Watch:
         self._thread.join()
 
     def _run(self):
+        # A quarter of a heartbeat: one lost message is no silence.
         pause, before = min(1.0, self._heartbeat / 4), time.monotonic()
         while not self._stop.wait(pause):
             now = time.monotonic()

@@ -37,6 +37,7 @@ def row(group: str, name: str, leaf: Shaped) -> Row:
     spec: list[list[str]] = []
     if isinstance(placement, NamedSharding):
         shape = placement.shard_shape(leaf.shape)
+        # An axis of one device cuts nothing, and would only fill the column.
         longer = [axis for axis, size in placement.mesh.shape.items() if size > 1]
         spec = [[a for a in sharding.entry_axes(entry) if a in longer] for entry in placement.spec]
     cut = ", ".join("+".join(axes) or "-" for axes in spec) if any(spec) else "whole"

@@ -215,6 +215,7 @@ def kernels(text: str, counted: bool = True) -> list[Kernel]:
 
 def scheduled_computations(computations) -> list[str]:
     """Returns the entry and the bodies of loops and branches, which have a schedule."""
+    # The list grows while it is read: bodies of loops have loops of their own.
     scheduled = [next(iter(computations))]
     for name in scheduled:
         loops = [i for i in computations[name].values() if i.opcode in ("while", "conditional")]
@@ -425,6 +426,7 @@ def read_computations(text: str) -> dict[str, dict[str, Instruction]]:
         operands = tuple(re.findall(r"%([\w.\-]+)", inside))
         rest = whole[opcode.end() :]
         current[match[1]] = Instruction(whole[: opcode.start()], opcode[1], operands, rest)
+    # The entry is last in the text, after what it calls.
     if entry:
         computations = {entry: computations.pop(entry), **computations}
     return computations

@@ -88,6 +88,7 @@ def parse(name: str, slices: int = 1) -> Topology:
     kind, _, shape = name.partition(":")
     numbers = re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", shape)
     sides = tuple(int(side) for side in shape.split("x")) if numbers else ()
+    # One number is a single node.
     if kind in _GPUS and len(sides) == 1:
         sides = (1, *sides)
     if not _legal(kind, sides):

@@ -61,6 +61,7 @@ def count(jaxpr: object, rounds: Mapping[str, float], devices: int = 1) -> FlopC
                 body = _open(params["body_jaxpr"])
                 total += flops_of(body, _rounds_of(equation, rounds, times))
             elif name == "cond":
+                # One branch runs: the largest is the bound.
                 total += max(flops_of(_open(branch), times) for branch in params["branches"])
             else:
                 share = times * devices if name == "shard_map" else times

@@ -134,6 +134,7 @@ def input_levels(
         name: math.ceil(by_name.get(name, 0.0) * np.size(tokens) * config.projection_shape(name)[0])
         for name in config.projections
     }
+    # Layer by layer: the inputs of a layer are those after the thresholds of the layers before it.
     levels = []
     for i, layer in enumerate(layers):
         weights = jax.tree.map(jnp.asarray, layer)

@@ -136,6 +136,8 @@ class Composition(Experts):
         before, self._active = self._active, None
         if before:
             for leaf in jax.tree.leaves(before[1]):
+                # Deleted by hand: a caller may still reference the weights, and the device has no
+                # room for two experts.
                 leaf.delete()
         start = time.perf_counter()
         weights = jax.block_until_ready(jax.device_put(self._weights[name], self._device))

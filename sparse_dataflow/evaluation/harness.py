@@ -131,6 +131,7 @@ class HarnessLM(TemplateLM):
             raise NotImplementedError("this model scores text but cannot generate")
         indices_by_arguments: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
+            # One batch has one set of arguments; requests with equal ones are continued together.
             key = repr(sorted(request.args[1].items()))
             indices_by_arguments.setdefault(key, []).append(index)
         texts = [""] * len(requests)

@@ -34,6 +34,7 @@ class Ngrams:
             self._count(tokens[:-held_out], strength)
             losses[strength] = -np.log(self._bigram(before, after)).sum()
         self.strength = min(losses, key=losses.__getitem__)
+        # With the strength chosen, the held-out tenth is counted as well.
         self._count(tokens, self.strength)
 
     def _count(self, tokens, strength):
@@ -81,6 +82,7 @@ class Ngrams:
         for before, after in requests:
             tokens = np.asarray([before[-1], *after], np.int64)
             p = self._bigram(tokens[:-1], tokens[1:])
+            # Probabilities are computed along two paths, which may differ in their last bits.
             greedy = all(q >= self._largest(int(a)) * (1 - 1e-9) for a, q in zip(tokens, p))
             scores.append((float(np.log(p).sum()), greedy))
         return scores, Counts(len(scores))

@@ -64,6 +64,7 @@ def _sample(corpus: Corpus, limit: int) -> Iterator[str]:
             yield from _sample(source, round(limit * weight))
         return
     count = len(corpus.train)
+    # Seeded, so that a composition routes the same prompt alike in every process.
     order = np.random.default_rng(0).choice(count, min(count, _DOCUMENTS), replace=False)
     for number in order.tolist():
         text = corpus.train[number].text[:_DOCUMENT_CHARACTERS]

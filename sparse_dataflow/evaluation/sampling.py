@@ -72,6 +72,7 @@ class Sampler:
         """Returns the sampler of a batch; rows without a seed of their own are padding."""
         return cls(
             row_keys(sampling.seed, rows),
+            # A greedy sampler divides by nothing; 1 keeps the number finite.
             np.float32(sampling.temperature or 1),
             np.int32(sampling.top_k),
             np.float32(sampling.top_p),

@@ -32,6 +32,7 @@ class StreamDecoder:
         self._marks: dict[int, str] = {}
         marked = {string: string for string in stop}
         specials = tokenizer.special_ids if stop else {}
+        # The longest first: one special token may be part of another's text.
         for token, number in sorted(specials.items(), key=lambda item: -len(item[0])):
             if token and any(token in string for string in marked.values()):
                 mark = self._marks[number] = chr(_FIRST_MARK + len(self._marks))

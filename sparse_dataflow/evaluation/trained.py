@@ -122,6 +122,8 @@ class Model:
         if static.model.params and isinstance(params, dict):
             params = partition.merged(params, static.model.params)
         model = dataclasses.replace(static.model, params=params)
+        # The static part is that of the structure; computing it again would hash all layouts at
+        # every step of jax.
         object.__setattr__(model, "_static", static)
         return model
 

@@ -37,5 +37,6 @@ def for_each(function: Callable[[object], None], items: Iterable[object], inputs
         one_thread(inputs),
         concurrent.futures.ThreadPoolExecutor(min(cpu_count(), MOST_THREADS)) as pool,
     ):
+        # Consumed, so that an exception of a thread is raised here.
         for _ in pool.map(function, items):
             pass

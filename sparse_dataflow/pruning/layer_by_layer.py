@@ -140,6 +140,7 @@ def pruned_layers(
             after = _dense_layer(*earlier)
             both[1].config = layer_model(_exact(earlier[0]), number)
         else:
+            # Rounded as it is saved: later layers are fitted to the weights that they will meet.
             after = jax.tree.map(rounded, before)
             for stage in stages(config.projections):
                 if chosen := [name for name in stage if name in names]:

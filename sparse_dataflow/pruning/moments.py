@@ -22,6 +22,7 @@ HELD_OUT = 5
 
 def held_out_rows(seen: int, rows: int) -> int:
     """Returns how many of the next rows are held out, after `seen` rows of earlier batches."""
+    # Counted over all batches, so that batches shorter than HELD_OUT rows give held-out rows too.
     return (seen + rows) // HELD_OUT - seen // HELD_OUT
 
 
@@ -137,6 +138,8 @@ class SplitMoments:
         """Adds the rows of a batch; see `Moments.of`."""
         cut = len(x) - held_out_rows(self._rows, len(x))
         self._rows += len(x)
+        # One centre for all batches: moments about different ones would have to be moved before
+        # each sum.
         centre = next((half.centre for half in self._halves if half), None)
         centre = centre or (_near_mean(x), _near_mean(y))
         for index, rows in enumerate((slice(None, cut), slice(cut, None))):

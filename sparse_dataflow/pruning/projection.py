@@ -145,6 +145,8 @@ def _pruned(fit, held_out, kernel, target):
         raise UserError(
             "The inputs have no positive definite second moments; legal: finite activations."
         ) from None
+    # The error of the sample's groups as they were chosen in the end, on tokens that are in the fit
+    # by now.
     kept = dataclasses.replace(one_round, support=mask[:, sample])
     return Pruned(weights, mask, damping, error(damping, kept))
 

@@ -56,6 +56,8 @@ class Problem:
           damping: relative to the mean of the squared inputs.
         """
         size = len(moments.inputs)
+        # Where all inputs are zero their trace is too, and the damping alone keeps the matrix
+        # definite.
         added = damping * np.trace(moments.inputs) / size or damping
         hessian = moments.inputs + added * np.eye(size)
         return cls(hessian, moments.products + added * np.asarray(kernel, np.float64))
@@ -82,6 +84,7 @@ def refit(problem: Problem, mask: np.ndarray, cols: int = 1) -> np.ndarray:
       cols: consecutive outputs that share their inputs.
     """
     inputs, outputs = mask.shape
+    # A Cholesky factor takes n^3 / 3 operations, a step of gradients 2 inputs^2 for each output.
     factorisations = SLOWER * np.power(mask[:, ::cols].sum(0), 3.0).sum() / 3
     if factorisations > STEPS * 2.0 * inputs**2 * outputs:
         return by_gradients(problem, mask)

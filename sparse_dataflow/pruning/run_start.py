@@ -51,5 +51,6 @@ def _local_rows(array: np.ndarray | jax.Array) -> np.ndarray:
     """Returns the rows, in order, of which this process's devices have copies."""
     if isinstance(array, np.ndarray):
         return array
+    # Replicas of rows have one start: each row counts once.
     shards = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
     return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])

@@ -48,6 +48,7 @@ def sparse_layer(
     """
     dense = dataclasses.replace(new, linears={}, density_by_depth=())
     old, one = (_one_layer(model, layer.number) for model in (dense, new))
+    # A stack of one layer, as the change of a model reads and writes stacks.
     params = jax.tree.map(lambda leaf: jnp.array(leaf)[None], layer_arrays(layer.weights))
     state = TrainState(jnp.zeros((), jnp.int32), {"blocks": params}, (), jax.random.key(0))
     # A second reference would keep the dense layer while its blocks are made.

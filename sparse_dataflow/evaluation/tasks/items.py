@@ -88,6 +88,7 @@ def read_items(path: Path) -> list[Item]:
         content = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"The task file {path} cannot be read: {error}.") from None
+    # Split at line feeds alone: other line separators may be inside a JSON string.
     lines = [(f"line {n}", line.strip()) for n, line in enumerate(content.split("\n"), start=1)]
     items = [
         _item(f"{path}, {place}", line, str(number))
