@@ -84,7 +84,8 @@ class Groups:
                     "none."
                 )
             return self.stay
-        count = (0.5 if density is None else density) * rows
+        density = 0.5 if density is None else density
+        count = density * rows
         if not (1 <= round(count) <= rows and abs(count - round(count)) < 1e-6):
             raise UserError(
                 f"Density {density:g} has no equal number of groups of {self} for each output of a "

@@ -5,6 +5,7 @@ import pytest
 import threadpoolctl
 from marks import some
 
+from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.pruning import projection, refit, second_order
 from sparse_dataflow.pruning.groups import Groups
 from sparse_dataflow.pruning.moments import Moments
@@ -40,6 +41,11 @@ def test_no_neighbour_of_the_damping_has_less_held_out_error(rank, noise, shape)
     place = DAMPINGS.index(result.damping)
     for neighbour in DAMPINGS[max(0, place - 1) : place + 2]:
         assert error(result.damping) <= error(neighbour) * (1 + 1e-6)
+
+
+def test_half_of_an_odd_number_of_groups_is_refused():
+    with pytest.raises(UserError, match=r"Density 0\.5 has no equal number of groups of 16x16"):
+        Groups.parse("16").count((48, 32), None)
 
 
 def test_low_rank_inputs_do_not_ruin_the_fit():
