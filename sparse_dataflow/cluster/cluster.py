@@ -203,8 +203,7 @@ def _slurm_devices(environment):
 
     With --gpus-per-task or --gpu-bind, SLURM binds GPUs to tasks itself.
     """
-    tasks = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    count = int(tasks[1]) if tasks else 1
+    count = _tasks_of_a_node(environment)
     seen = len([gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu])
     bound = environment.get("SLURM_GPUS_PER_TASK") or environment.get("SLURM_GPU_BIND", "none")
     if count == 1 or not seen or bound != "none" or not environment.get("SLURM_LOCALID"):
@@ -216,6 +215,18 @@ def _slurm_devices(environment):
         )
     each, place = seen // count, _count(environment, "SLURM_LOCALID")
     return tuple(range(place * each, (place + 1) * each))
+
+
+def _tasks_of_a_node(environment):
+    """Returns 2 for node 3 of "4(x3),2", SLURM's short form of the tasks of each node."""
+    node = _count(environment, "SLURM_NODEID") if environment.get("SLURM_NODEID") else 0
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    for tasks, nodes in runs:
+        # The nodes are not listed one by one: a variable from elsewhere may name any number.
+        node -= int(nodes or 1)
+        if node < 0:
+            return int(tasks)
+    return 1
 
 
 def _tpu_metadata(read):

@@ -132,6 +132,10 @@ def test_gpus_are_shared_only_if_slurm_has_not_bound_them():
     assert alone(four | {"SLURM_GPUS_PER_TASK": "2"}).devices is None
     assert alone(four | {"SLURM_GPU_BIND": "closest"}).devices is None
     assert alone(four | {"CUDA_VISIBLE_DEVICES": ""}).devices is None
+    # A node may have fewer tasks than the others; the second and third have two.
+    uneven = four | {"SLURM_STEP_TASKS_PER_NODE": "4,2(x2),1", "SLURM_LOCALID": "1"}
+    nodes = [alone(uneven | {"SLURM_NODEID": str(n)}).devices for n in range(4)]
+    assert nodes == [(2, 3), (4, 5, 6, 7), (4, 5, 6, 7), None]
     with pytest.raises(UserError, match="3 tasks cannot share the 8 GPUs"):
         alone(four | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"})
 
