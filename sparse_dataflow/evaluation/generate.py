@@ -69,7 +69,8 @@ def generate(
       temperature: divisor of the logits; 0 takes the most likely token.
       top_k: number of most likely tokens to draw among; 0 is all.
       top_p: total probability of the fewest most likely tokens to draw among, in (0, 1].
-      stop: strings that end a continuation; one may be or have the text of a special token.
+      stop: a string, or strings, that end a continuation; one may be or have the text of a special
+        token.
       seed: sampling seed from 0 to 4,294,967,295; the same prompts and seed give the same text.
         With a seed for each prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
@@ -86,7 +87,10 @@ def generate(
         >>> len(continuation.tokens), continuation.stopped_by
         (5, 'length')
     """
-    stop = stop or ()
+    # A string is a sequence too: of its characters.
+    if isinstance(prompts, str):
+        raise UserError(f"prompts is one text ({prompts[:40]!r}); legal: a list of texts.")
+    stop = [stop] if isinstance(stop, str) and stop else stop or ()
     if not all(stop):
         raise UserError("A stop string is empty; legal: strings of at least one character.")
     tokens = [_prompt_tokens(model.tokenizer, prompt) for prompt in prompts]

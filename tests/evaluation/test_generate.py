@@ -164,6 +164,8 @@ def test_a_stop_string_ends_the_continuation(trained):
     assert stopped.stopped_by == "stop"
     assert stopped.text == unstopped.text[: unstopped.text.index(stop)]
     assert len(stopped.tokens) < len(unstopped.tokens)
+    # A text is one stop string, and not each of its characters.
+    assert generate(trained, [prompt], max_new_tokens=12, stop=stop) == [stopped]
 
 
 def test_sampled_tokens_depend_on_the_seed_and_the_row(trained):
@@ -191,6 +193,7 @@ def test_a_text_with_its_own_seed_does_not_depend_on_the_batch(trained):
     ("prompts", "options", "message"),
     [
         ([[1], [2] * 32], {}, "Prompt 2 has 32 tokens .* context of 32; legal: 1 to 31"),
+        ("ab", {}, "prompts is one text .* legal: a list"),
         ([[300]], {}, "token ids from 300 to 300; legal: 0 to 299"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens 0 .* legal: 1 or more"),
         ([[1]], {"stop": ["a", ""]}, "stop string is empty"),
