@@ -247,8 +247,7 @@ class MappedFiles:
         for path in paths:
             with path.open("ab") as file:
                 if not self._commits or os.fstat(file.fileno()).st_size != size:
-                    os.truncate(file.fileno(), size)
-                    os.posix_fallocate(file.fileno(), 0, size)
+                    _allocate(file, size)
 
     def _map(self, slot):
         """Maps the trees of one slot."""
@@ -277,6 +276,19 @@ class MappedFiles:
         raise UserError(
             f"{path} is damaged; remove the folder to continue from the last checkpoint."
         )
+
+
+def _allocate(file, size):
+    """Gives a file, open to append, this size and disk space for all of it."""
+    if hasattr(os, "posix_fallocate"):
+        os.truncate(file.fileno(), size)
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    # macOS has no such call, and a truncated file has no space: only what is written has.
+    file.truncate(0)
+    zeros = bytes(2**20)
+    for start in range(0, size, len(zeros)):
+        file.write(zeros[: size - start])
 
 
 def refuse_unusable(root: Path, needs: Mapping[Path, int]) -> None:

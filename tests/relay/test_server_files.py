@@ -221,6 +221,15 @@ def test_a_small_disk_is_refused_before_the_first_step(tmp_path, monkeypatch):
         open_files(tmp_path)
 
 
+def test_a_system_without_fallocate_reserves_the_space_too(tmp_path, monkeypatch):
+    monkeypatch.delattr(server_files.os, "posix_fallocate")
+    files = open_files(tmp_path)
+    for slot in tmp_path.glob("slot*"):
+        assert 512 * slot.stat().st_blocks >= slot.stat().st_size > 0
+    mine = advance(files.new_state(first_state), files, 2)
+    assert_same_bits(mine, in_memory(2))
+
+
 def test_a_full_disk_keeps_the_previous_step(tmp_path, monkeypatch):
     files = open_files(tmp_path)
     state = advance(files.new_state(first_state), files, 2)
