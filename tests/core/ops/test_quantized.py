@@ -119,6 +119,15 @@ def test_a_token_has_the_same_result_whatever_the_other_tokens_are(precision):
     np.testing.assert_array_equal(dx[:1], dx_alone)
 
 
+@needs_library
+def test_no_tokens_are_no_work():
+    layout, empty = make_layout("monarch", 16, 32, BLOCK, 0.5), np.zeros((0, 16), np.float32)
+    y, dx, dweight = actual(
+        empty, np.ones((16, 32), np.float32), empty @ np.zeros((16, 32), np.float32), layout, "int8"
+    )
+    assert y.shape == (0, 32) and dx.shape == (0, 16) and not dweight.any()
+
+
 def test_layouts_and_implementations_that_are_not_quantised_are_refused():
     layout = make_layout("random", 32, 32, BLOCK, 0.5)
     values, x = np.ones((layout.nnz, BLOCK, BLOCK), np.float32), np.ones((2, 32), np.float32)

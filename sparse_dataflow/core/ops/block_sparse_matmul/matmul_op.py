@@ -126,7 +126,7 @@ def block_sparse_matmul(
     flat = jnp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if precision != PRECISIONS[0]:
         y = _quantized(flat, values, tables, implementation, precision)
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
     name = implementation or _choose(flat, values, tables, static_layout)
     operands = flat, values, static_layout if name == "xla_static" else tables
     if implementation:
@@ -153,6 +153,8 @@ def _quantized(x, values, tables, implementation, precision):
             f"precision={precision} needs a layout of equal groups that cannot change; legal: the "
             "patterns monarch and shuffle, or precision=compute_dtype."
         )
+    if x.shape[0] == 0:  # No value to scale by.
+        return jnp.zeros((0, len(tables.in_index) * values.shape[-1]), x.dtype)
     dispatch.log_choice("block_sparse_matmul", f"grouped in {precision}", dispatch.platform())
     products = functools.partial(grouped.dense_products, precision=precision)
     return grouped.block_sparse_matmul(x, values, tables, products=products)
