@@ -422,7 +422,9 @@ def _relay_micro_batches(request: Request) -> int | None:
             optimizer=request.optimizer,
             state_dtype=request.state_dtype,
         )
-        size = relay_step.estimate(request.config, training, fused_attention=True)
+        size = relay_step.estimate(
+            request.config, training, fused_attention=request.fused_attention
+        )
         if size.device_total <= USABLE * request.chip.capacity:
             return count
     return None

@@ -144,6 +144,12 @@ def test_a_chip_that_is_too_small_is_answered_with_the_relay():
     config = dataclasses.replace(SIZES["13b"], compute_dtype="bfloat16")
     with pytest.raises(UserError, match=r"--executor=relay --set training.micro_batches="):
         search.check_legal(priced(config, 8, "h100", 1))
+    # Scores that no kernel keeps on the chip need twice as many micro-batches.
+    request = dataclasses.replace(priced(config, 128, "h100", 1).request, sequence=1024)
+    for fused, count in ((True, 4), (False, 8)):
+        one = search.price(dataclasses.replace(request, fused_attention=fused))
+        with pytest.raises(UserError, match=rf"training.micro_batches={count}\b"):
+            search.check_legal(one)
 
 
 def test_a_legal_request_is_not_refused():
