@@ -119,6 +119,7 @@ class AnswerBatches(TrainBatches):
             raise IndexError(step)
         first = step * self.batch_size
         [shuffled] = self._shuffled
+        # All rows on every process: a weight is a share of the answers of the whole batch.
         rows = [shuffled[first + row] for row in range(self.batch_size)]
         total = sum(row.token_weights.sum() for row in rows)
         batch = _stacked([rows[row] for row in local_rows(self)])
@@ -170,6 +171,7 @@ class AnswerEvalBatches(EvalBatches):
         if not 0 <= index < len(self):
             raise IndexError(index)
         numbers = [index * self.batch_size + row for row in local_rows(self)]
+        # The last batch is filled up with its last row, whose copies do not count.
         rows = [self.tokens[self.place(min(number, self.windows - 1))] for number in numbers]
         batch = _stacked(rows)
         batch.token_weights[np.array(numbers) >= self.windows] = 0

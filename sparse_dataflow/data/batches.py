@@ -270,6 +270,7 @@ class EvalBatches:
     @property
     def total_tokens(self) -> int:
         """Number of targets with weight 1 over all batches and processes."""
+        # Of fewer windows than there are none is the shorter last one, also where they are spread.
         return min(len(self.tokens) - 1, self.windows * self.sequence_length)
 
     def total_bytes(self, token_bytes: np.ndarray) -> int:
@@ -279,6 +280,7 @@ class EvalBatches:
           token_bytes: bytes of each token, int32 [vocab_size]; see `Tokenizer.token_bytes`.
         """
         length = self.sequence_length
+        # The targets begin one token after the inputs.
         starts = (1 + self.place(number) * length for number in range(self.windows))
         return sum(
             int(token_bytes[self.tokens[start : start + length]].sum(dtype=np.int64))
@@ -330,6 +332,7 @@ class MaskedEvalBatches(EvalBatches):
     @functools.cached_property
     def targets(self) -> np.ndarray:
         """The hidden tokens of all processes, int32, in order."""
+        # The rows of all processes, so that each has the same count.
         batches = replace(self, rows=None)
         return np.concatenate([batch.targets[batch.token_weights > 0] for batch in batches])
 

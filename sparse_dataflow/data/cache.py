@@ -141,6 +141,7 @@ def file_digest(path: Path, cache_dir: Path) -> str:
     It is read again when its size or one of its times has changed.
     """
     with storage.told(f"reading {path}"):
+        # By another name it is the same file, and is not read again.
         state = {"path": os.path.realpath(path), "state": derived.file_state(path)}
         compute = lambda: {"sha256": derived.digest(path)}  # noqa: E731
         return str(remembered(cache_dir, "files", "digest", state, compute)["sha256"])

@@ -190,6 +190,7 @@ class ChatTemplate:
         prompted = self._tried(before, True)
         fits = prompted is not None and text.startswith(prompted) and len(prompted) <= start
         prompt = len(prompted) if fits else None
+        # What follows the answer with and without later messages ends its turn.
         alone = [*before, messages[number]]
         tail = self._after(alone, number)
         if tail is not None:

@@ -106,6 +106,7 @@ def _load(name_or_path: str, cache_dir: Path, options: Options) -> Corpus:
     if name_or_path.startswith(hub.PREFIX):
         return _streamed(name_or_path, options)
     path = path_of(name_or_path, cache_dir)
+    # A copy that tfds prepared may be of the same kinds of files as token ids.
     if not tfds_copies.is_prepared(path) and token_files.has_token_ids(path, options.column):
         _refuse_links(path)
         return _token_corpus(name_or_path, path, options, cache_dir)

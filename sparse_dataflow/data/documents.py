@@ -165,6 +165,7 @@ def files_below(root: Path, excluded_folders: Set[str] = frozenset()) -> list[Pa
 
     paths = []
     for folder, subfolders, names in os.walk(root, onerror=raise_unless_missing):
+        # What this project wrote is no text to train, unless its folder is the one that is named.
         if {RECORD, MARK} & set(names) and Path(folder) != root:
             subfolders.clear()
             continue

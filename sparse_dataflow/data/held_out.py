@@ -44,6 +44,7 @@ NO_DIGESTS = np.empty(0, np.uint64)
 
 def digest(text: str) -> int:
     """Returns the digest of a text, which copies with other white space share."""
+    # ASCII is composed as it is, and composing is slow.
     if not text.isascii():
         text = unicodedata.normalize("NFC", text).replace("\ufeff", " ")
     return document_hash(" ".join(text.split()))
@@ -68,6 +69,7 @@ def digests(documents: Iterable[Document], examples: bool = False) -> np.ndarray
     text_digest = digest_of_example if examples else digest
     for document in documents:
         beginning = document.text[:_NEAR_CHARACTERS]
+        # A document of punctuation alone has no words, and is compared as it is.
         words = " ".join(_WORDS.findall(beginning.lower())) or beginning
         rows.extend((text_digest(document.text), document_hash(words)))
     return np.frombuffer(rows, np.uint64).reshape(-1, 2)

@@ -69,6 +69,7 @@ class BlockStarts:
             starts = self._starts.setdefault(lane, {})
             starts[block] = start
             if len(starts) > _STARTS_KEPT:
+                # The oldest one: a dict keeps its order.
                 del starts[next(iter(starts))]
 
     def latest(self, lane: Hashable, block: int) -> tuple[int, Position]:
@@ -208,6 +209,7 @@ class Lane:
         for number, text in rows:
             pending.append((number, text))
             size += len(text)
+            # Many documents at once, as the tokenizer uses all cores for a batch.
             if size >= _ENCODED_CHARACTERS:
                 yield from self._encode(pending)
                 pending, size = [], 0

@@ -208,6 +208,7 @@ class ParquetTable:
         chunk = self._chunk(column, group)
         unfolding = _Unfolding(self._place, chunk.total_compressed_size)
         unfolding.add(max(chunk.total_uncompressed_size, 8 * chunk.num_values))
+        # Values are counted anew: a value that many rows share unfolds to more than its page.
         return _Unfolding(self._place, chunk.total_compressed_size)
 
     def _batch_rows(self, column, group, width):

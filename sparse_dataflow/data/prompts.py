@@ -56,6 +56,7 @@ def held_out_prompts(
             break
         document = corpus.validation[index]
         start = _line_start(document.text, _fraction(f"{document.id}:{round_}"))
+        # Not the rest of the document, which may be a whole book.
         text = document.text[start : start + total * longest_token]
         cuts = tokenizer.cuts(text)
         if len(cuts) <= total:

@@ -197,6 +197,7 @@ def _parquet_rows(shard, column, row):
         for group, (start, stop) in enumerate(itertools.pairwise(ends)):
             if stop <= max(row, first) or start >= last:
                 continue
+            # A row group has no index of its rows, so it is read from its begin on.
             for number, text in enumerate(table.values(column, group), start):
                 if number >= row:
                     yield number, text, ""

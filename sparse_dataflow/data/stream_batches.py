@@ -187,5 +187,6 @@ class StreamBatches(TrainBatches):
             )
         for source, lane in np.ndindex(*shape[:2]):
             block, *place = map(int, table[source, lane])
+            # No process knew the others.
             if min(block, *place) >= 0:
                 self._starts.add((source, lane), block, Position(*place))

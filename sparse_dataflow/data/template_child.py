@@ -220,6 +220,7 @@ def _answer(renderer, request):
 def main() -> None:
     """Answers requests until the standard input ends, which is when the other process does."""
     _limit(resource.RLIMIT_AS, int(sys.argv[1]), int(sys.argv[1]))
+    # Neither a dump of the memory nor a file is written, whatever a template calls.
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         _limit(kind, 0, 0)
     renderer, source, target = Renderer(), sys.stdin.buffer, sys.stdout.buffer

@@ -136,6 +136,7 @@ class _Child:
             try:
                 fine, text = self._asked(content)
             except _Died:
+                # An older child may have died of earlier requests; a new one only of this one.
                 if fresh:
                     raise
                 fine, text = self._asked(content)

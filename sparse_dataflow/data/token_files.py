@@ -328,6 +328,7 @@ def _copied(file: Path, ids: Iterator[np.ndarray], cache_dir: Path, origin) -> S
             _write(stream, file, ids)
 
     copy = derive(cache_dir, "tokens", "ids", origin, make, ".npy")
+    # The origin has the digest of the file, so that the copy need not be read for its own.
     return replace(StoredArray.open(copy.path), digest=key(origin))
 
 

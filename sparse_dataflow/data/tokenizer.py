@@ -716,6 +716,7 @@ def training_texts(corpus: Corpus, limit: float | None = None) -> Iterator[str]:
         yield from training_texts(source, limit * weight)
     if corpus.mixture:
         return
+    # Every 64th document first, so that up to the limit no part of the split is left out.
     stride, characters = 64, 0
     for start in range(stride):
         for index in range(start, len(corpus.train), stride):

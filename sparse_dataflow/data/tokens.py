@@ -156,6 +156,7 @@ def _write(
             if _write_header(file, dtype, done.count) != header_size:
                 raise AssertionError("the .npy header changed its size")
     except OSError as error:
+        # After a transient error the next attempt goes on there; else the disk may need the space.
         if not storage.is_transient(error):
             partial.unlink(missing_ok=True)
             progress.unlink(missing_ok=True)
@@ -251,6 +252,7 @@ def _batches(
     """Yields lists of (piece of a document, whether it is the last piece), bounded in size."""
     batch, size = [], 0
     for document in documents:
+        # An empty document has its end of text, too.
         pieces = [*tokenizer.pieces(document.text)] or [""]
         for index, piece in enumerate(pieces):
             batch.append((piece, index == len(pieces) - 1))
