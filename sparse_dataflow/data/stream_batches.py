@@ -179,7 +179,10 @@ class StreamBatches(TrainBatches):
           UserError: they are not those of these sources and lanes.
         """
         shape = len(self.sources), self.lanes, 1 + len(Position._fields)
-        table = np.asarray(positions)
+        try:
+            table = np.asarray(positions)
+        except ValueError:  # Lists of several lengths.
+            table = np.empty(0)
         if table.shape != shape or table.dtype.kind != "i":
             raise UserError(
                 f"The checkpoint has data positions of the shape {table.shape}, and this corpus "

@@ -188,6 +188,20 @@ def merged_positions(readers, step, monkeypatch):
         return readers[0].positions(step)
 
 
+def test_positions_of_another_form_are_refused(four):
+    resumed, positions = batches(four.stream), batches(four.stream).positions(0)
+    for wrong in (
+        None,
+        positions[0],
+        [*positions, [[0]]],
+        [[[0.5, *row[1:]] for row in positions[0]]],
+    ):
+        with pytest.raises(
+            UserError, match=r"data positions of the shape .* resume with the corpus"
+        ):
+            resumed.resume(wrong)
+
+
 @pytest.mark.parametrize(
     "starts",
     [
