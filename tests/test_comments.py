@@ -15,7 +15,7 @@ FILES = sorted(Path(sparse_dataflow.__file__).parent.rglob("*.py"))
 LONG = 45
 """Lines of a function above which one asks why it does what it does."""
 
-LEAST_COMMENTS = 34.5
+LEAST_COMMENTS = 35.0
 """Comment lines in 1,000 lines of code.  This limit only rises; its goal is 50."""
 
 ORDERINGS = {
