@@ -77,6 +77,8 @@ def by_dot_general(
         kernel = kernel.reshape(in_blocks * block, -1)
         y = product(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
     else:
+        # A place without a block has the slot -1, which would read the last one: it counts as
+        # zeros.
         is_stored = jnp.asarray(tables.in_slot >= 0)
         weights = jnp.where(is_stored[..., None, None], values[tables.in_slot], 0)
         rows = x.reshape(-1, in_blocks, block)[:, tables.in_index]

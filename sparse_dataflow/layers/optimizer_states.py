@@ -112,6 +112,8 @@ class CarriedState:
         for layer, change in self._changes.items():
             for kind in ("values", MARK):
                 suffix = (*layer, kind)
+                # From the end: an optimizer's own keys stand in front of a path of parameters, and
+                # behind it.
                 for end in range(len(names), len(suffix) - 1, -1):
                     if names[end - len(suffix) : end] == suffix:
                         # The longest match: the path of one layer may end as that of another does.

@@ -207,6 +207,7 @@ def _moments(before, after, path, count, batches, call, full) -> SplitMoments:
     totals = SplitMoments()
     for batch in batches:
         rows = rows_of(before[0], batch).astype(jnp.float32)
+        # A TPU would round the operands to bfloat16, and the weights would be fitted to that.
         outputs = jnp.matmul(rows, kernel, precision=jax.lax.Precision.HIGHEST)
         # Inputs of the pruned model, and the outputs that the model before gives.
         pairs = zip((rows_of(after[0], batch), outputs), full)

@@ -228,6 +228,7 @@ def _checked_dtype(module, contraction, linear, stack_axes):
     if abstract:
         return linear.dtype
     first, second = (np.asarray(each, np.float32) for each in (result, expected))
+    # Loose: sums in another order differ by their rounding, a wrong equation by whole numbers.
     wide = jnp.finfo(jnp.result_type(expected.dtype, jnp.bfloat16)).eps
     tolerance = 4 * max(float(jnp.finfo(expected.dtype).eps), float(wide)) ** 0.5
     if np.abs(first - second).max() > tolerance * np.abs(second).max():

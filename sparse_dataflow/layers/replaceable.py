@@ -94,6 +94,7 @@ def check_replaceable(node: Any, readers: Mapping[int, list[str]]) -> None:
                 f"{registration(type(node))}."
             )
         sizes: Any = ("ab,bc->ac", (1, 1)) if type(node) is nnx.Einsum else (1, 1)
+        # Which attributes a linear has depends on the version of flax, so a new one says it.
         plain = nnx.eval_shape(lambda: type(node)(*sizes, rngs=nnx.Rngs(0)))
         if own := sorted(set(vars(node)) - set(vars(plain))):
             raise UserError(f"It has attributes of its own: {', '.join(own)}; legal: none.")

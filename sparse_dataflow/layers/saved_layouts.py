@@ -79,6 +79,7 @@ def _prepared(layer, layouts):
     """Returns the function that gives a layer layouts, and values of zero if they differ."""
     values, (nnz,) = layer.values.get_value(), {layout.nnz for layout in layouts}
     abstract = isinstance(values, jax.ShapeDtypeStruct)
+    # The tables of an abstract evolving layer have no values to compare.
     if (layer.static_layout or not abstract) and layouts == layer.layouts():
         return lambda: None
     shape = *values.shape[:-3], nnz, *values.shape[-2:]

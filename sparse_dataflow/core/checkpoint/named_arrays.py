@@ -394,6 +394,7 @@ def read_facts(folder: Path) -> dict[int, json_files.JsonObject]:
             fact = manifest.read(path)
         except (manifest.Damaged, OSError):
             continue
+        # A copy under another number is no checkpoint of that step.
         if fact.get("step") == int(path.name):
             facts[int(path.name)] = fact
     return facts
