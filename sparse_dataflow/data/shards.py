@@ -4,6 +4,7 @@ A shard is a file of JSON lines or Parquet, or a run of row groups of a Parquet 
 numbered within the file, so that a row's number does not depend on how the file is divided.
 """
 
+import codecs
 import collections
 import contextlib
 import gzip
@@ -245,7 +246,8 @@ def _lines(address, row) -> Iterator[tuple[int, bytes]]:
                     f"{short(address)}, row {number}, is longer than {LONGEST_VALUE >> 20} MiB."
                 )
             if number >= row:
-                yield number, line
+                # A byte-order mark stands at the begin of a file alone.
+                yield number, line if number else line.removeprefix(codecs.BOM_UTF8)
             number += 1
 
 

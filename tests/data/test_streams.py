@@ -342,6 +342,16 @@ def test_rows_without_text_are_skipped_counted_and_said(tmp_path, caplog):
     assert "row 1" in skipped.words() and "left out" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    rows = ['{"text": "é"}', '{"text": "b"}'] if name == "a.jsonl" else ["é", "b"]
+    path = tmp_path / name
+    path.write_text("\n".join(rows), encoding="utf-8-sig")
+    assert shards.text_column(str(path), "") == "text"
+    read = shards.texts(Shard(str(path)), "text", 0, Skipped())
+    assert [(row, text.strip()) for row, text in read] == [(0, "é"), (1, "b")]
+
+
 @pytest.mark.parametrize("row", [0, 1, 9, 10, 11, 29, 30])
 def test_rows_are_numbered_in_the_file_whatever_the_first_is(files, row):
     for file in files[:1]:
