@@ -34,7 +34,7 @@ GPU_COMPILES := test_pallas_hopper_compiles.py test_cudnn_compiles.py test_step_
 FAULT_TESTS := $(addprefix tests/,borders experiments/test_faults.py experiments/test_mirror_runs.py experiments/test_power_cut.py experiments/test_random_kills.py experiments/test_drawn_inputs.py experiments/test_three_processes.py experiments/test_tools_killed.py experiments/test_exhausted_runs.py)
 
 # Tests of code that runs only where an optional package is installed.
-OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_torch_reader.py interchange/test_generations.py interchange/test_published_tokenizers.py layers/test_frameworks.py)
+OPTIONAL_TESTS := $(addprefix tests/,experiments/test_optional_packages.py experiments/benchmarks/test_step_peers.py monitoring/test_tracker_packages.py interchange/test_architectures.py interchange/test_torch_reader.py interchange/test_generations.py interchange/test_published_tokenizers.py layers/test_frameworks.py examples/test_preference_tuning.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-all nightly optional real faults storm mutants aot-tpu aot-gpu aot-rocm bench bench-schedule bench-schedule-gpu chip-report package lint format docs lock clean FORCE

@@ -52,6 +52,7 @@ RUN = {
     "examples/linen_layer.py": "tests/layers/test_frameworks.py::test_the_example_of_a_framework",
     "examples/own_training_loop.py": "tests/examples/test_examples.py::test_the_loop_of",
     "examples/compare_pruning.py": "tests/examples/test_compare_pruning.py::test_shapes_are",
+    "examples/preference_tuning.py": "tests/examples/test_preference_tuning.py::test_margins",
     "examples/prune_a_llama.py": "tests/examples/test_prune_a_llama.py::test_a_llama_is",
     "DIR/run_in_jax.py": "tests/interchange/test_program_form.py::test_a_python_without",
     "DIR/run_in_torch.py": "tests/interchange/test_torch_reader.py::test_",
