@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from sparse_dataflow.core.config.attention_settings import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
 from sparse_dataflow.core.config.projections import PROJECTIONS
-from sparse_dataflow.core.config.sparsity import EvolutionConfig
+from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
+from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.compatibility import WEIGHTS, Conflict, Option, refuse
 from sparse_dataflow.runs.parallel import ONLY_RELAY
+from sparse_dataflow.runs.run_config import DataConfig
 
-EXCHANGING = tuple(
-    f"evolution.{name}" for name in ("every", "share", "max_fan_out", "sequences", "row_shards")
-)
+EXCHANGING = tuple(f"evolution.{name}" for name in ("every", "share", "max_fan_out", "row_shards"))
 """Settings of the methods that exchange blocks."""
+EXCHANGES = ("set", "rigl")
+ADAM = ("adamw", "muon", "schedule_free")
+"""Optimizers that read the settings of Adam."""
 
 FROM_WEIGHTS = ("scale", "model.vocab_size", "model.max_len", "model.norm", "model.positions",
                 "model.activation", "model.parametrization", "data.tokenizer",
@@ -73,14 +76,75 @@ METHOD = EvolutionConfig().method
 """The method of evolution of a command line that names none."""
 
 
-def _other_method(example: str, *names: str) -> Option:
-    """Returns the option that the method of evolution is none of some."""
-    return _while(
-        f"another evolution.method than {' and '.join(names)}",
+def _unread(
+    paths: Iterable[str],
+    by: str,
+    default: object,
+    unread: Callable[[object], object],
+    because: str,
+    legal: str,
+    read: Mapping[str, object],
+    other: object,
+    words: str = "",
+) -> Conflict:
+    """Returns the row of settings that nothing reads while another setting has some values.
+
+    Args:
+      paths: of the settings.
+      by: path of the other setting.
+      default: its value in a command line that does not name it.
+      unread: (value of it) -> whether nothing reads the settings.
+      because: completes "SETTING with OTHER=VALUE, ".
+      legal: with what the settings are read.
+      read: an example of a setting, with what reads it.
+      other: a value of the other setting that does not.
+      words: names the settings; empty is their paths.
+    """
+    paths = tuple(paths)
+
+    def used(given):
+        return given.words(path for path in paths if given.changes.get(path) not in ((), ""))
+
+    return Conflict(
+        Option(words or ", ".join(paths), used, read),
+        (_while(f"{by}={other}", by, default, unread, {by: other}),),
+        because,
+        f"legal: {legal}",
+    )
+
+
+def _read_by_methods(
+    paths: Iterable[str],
+    methods: tuple[str, ...],
+    because: str,
+    read: Mapping[str, object],
+    words: str = "",
+) -> Conflict:
+    """Returns the row of settings that only some methods of evolution read."""
+    return _unread(
+        paths,
         "evolution.method",
         METHOD,
-        lambda method: method not in names,
-        {"evolution.method": example},
+        lambda method: method not in methods,
+        because,
+        f"--evolution={' or '.join(methods)}",
+        read,
+        METHOD,
+        words,
+    )
+
+
+def _read_by_optimizers(path: str, optimizers: tuple[str, ...], value: object) -> Conflict:
+    """Returns the row of a setting that only some optimizers read."""
+    return _unread(
+        [path],
+        "training.optimizer",
+        TrainingConfig.optimizer,
+        lambda optimizer: optimizer not in optimizers,
+        "which does not read it",
+        f"training.optimizer={', '.join(optimizers)}",
+        {path: value},
+        "adafactor",
     )
 
 
@@ -104,22 +168,6 @@ DENSE_PATTERN = _while(
     "",
     lambda pattern: pattern == "dense",
     {"sparsity.pattern": "dense"},
-)
-NO_RELAY = _while(
-    "another parallel.executor than relay",
-    "parallel.executor",
-    "auto",
-    lambda executor: executor != "relay",
-    {"parallel.executor": "whole"},
-)
-NO_EXCHANGE = _other_method("gradual", "set", "rigl")
-NO_PHASES = _other_method("rigl", "sparse_to_dense")
-STATIC = _while(
-    f"evolution.method={METHOD}",
-    "evolution.method",
-    METHOD,
-    lambda method: method == METHOD,
-    {"evolution.method": METHOD},
 )
 GIVEN_WEIGHTS = _while("run.init_from", "run.init_from", "", bool, WEIGHTS)
 
@@ -157,43 +205,137 @@ ROWS = (
         "which stores every block",
         "legal: no density, or another pattern",
     ),
-    Conflict(
-        _given(
-            "settings of the relay",
-            [f"parallel.{name}" for name in ONLY_RELAY],
-            {"parallel.stash": "host", "parallel.executor": "relay"},
-        ),
-        (NO_RELAY,),
+    _unread(
+        [f"parallel.{name}" for name in ONLY_RELAY],
+        "parallel.executor",
+        "auto",
+        lambda executor: executor != "relay",
         "which has no such setting",
-        "legal: --executor=relay",
+        "--executor=relay",
+        {"parallel.stash": "host", "parallel.executor": "relay"},
+        "whole",
+        words="settings of the relay",
     ),
-    Conflict(
-        _given(
-            "settings of an exchange",
-            EXCHANGING,
-            {"evolution.every": 50, "evolution.method": "rigl"},
-        ),
-        (NO_EXCHANGE,),
+    _read_by_methods(
+        EXCHANGING,
+        EXCHANGES,
         "which exchanges no blocks",
-        "legal: --evolution=set or rigl",
+        {"evolution.every": 50, "evolution.method": "rigl"},
+        words="settings of an exchange",
     ),
-    Conflict(
-        _given(
-            "evolution.at", ["evolution.at"], {"evolution.at": 0.5, "evolution.method": "gradual"}
-        ),
-        (STATIC,),
-        "which has no such step",
-        "legal: another --evolution",
+    _read_by_methods(
+        ["evolution.sequences"],
+        ("rigl", "omit_features"),
+        "which measures nothing",
+        {"evolution.sequences": 8, "evolution.method": "omit_features"},
     ),
-    Conflict(
-        Option(
-            "evolution.first",
-            lambda given: given.changes.get("evolution.first") and given.words(["evolution.first"]),
-            {"evolution.first": "qkv", "evolution.method": "sparse_to_dense"},
-        ),
-        (NO_PHASES,),
+    _read_by_methods(
+        ["evolution.first"],
+        ("sparse_to_dense",),
         "which turns nothing dense",
-        "legal: --evolution=sparse_to_dense",
+        {"evolution.first": "qkv", "evolution.method": "sparse_to_dense"},
+    ),
+    _read_by_methods(
+        ["evolution.omitted", "evolution.features"],
+        ("omit_features",),
+        "which leaves out no features",
+        {"evolution.omitted": 0.25, "evolution.method": "omit_features"},
+    ),
+    _unread(
+        ["evolution.at"],
+        "evolution.method",
+        METHOD,
+        lambda method: method == METHOD,
+        "which has no such step",
+        "another --evolution",
+        {"evolution.at": 0.5, "evolution.method": "gradual"},
+        METHOD,
+    ),
+    _unread(
+        ["training.decay"],
+        "training.schedule",
+        TrainingConfig.schedule,
+        lambda schedule: schedule != "wsd",
+        "which has no part of that length",
+        "training.schedule=wsd",
+        {"training.decay": 0.5, "training.schedule": "wsd"},
+        "linear",
+    ),
+    _unread(
+        ["training.final_rate"],
+        "training.schedule",
+        TrainingConfig.schedule,
+        lambda schedule: schedule == "constant",
+        "which ends at its peak",
+        "another training.schedule",
+        {"training.final_rate": 0.5},
+        "constant",
+    ),
+    _read_by_optimizers("training.b1", (*ADAM, "lion"), 0.5),
+    _read_by_optimizers("training.b2", (*ADAM, "lion"), 0.5),
+    _read_by_optimizers("training.epsilon", ADAM, 1e-6),
+    _unread(
+        [f"training.{name}" for name in ("mask_share", "mask_replaced", "mask_random")],
+        "training.objective",
+        TrainingConfig.objective,
+        lambda objective: objective != "masked",
+        "which hides no tokens",
+        "training.objective=masked",
+        {"training.mask_share": 0.25, "training.objective": "masked"},
+        "causal",
+        words="settings of hidden tokens",
+    ),
+    _unread(
+        ["training.adapter_alpha"],
+        "training.adapter_rank",
+        0,
+        lambda rank: not rank,
+        "which adds no adapters",
+        "training.adapter_rank of 1 or more",
+        {"training.adapter_alpha": 8.0, "training.adapter_rank": 4},
+        0,
+    ),
+    _unread(
+        ["training.teacher_weight", "training.teacher_first"],
+        "training.teacher",
+        "",
+        lambda teacher: not teacher,
+        "which is empty",
+        "training.teacher=FOLDER",
+        {"training.teacher_weight": 0.25, "training.teacher": "runs/teacher"},
+        "",
+        words="settings of a teacher",
+    ),
+    _unread(
+        ["data.column"],
+        "data.corpus",
+        DataConfig.corpus,
+        lambda corpus: corpus == DataConfig.corpus,
+        "which has no columns",
+        "a corpus of records",
+        {"data.column": "text", "data.corpus": "hf:OWNER/NAME"},
+        DataConfig.corpus,
+    ),
+    _unread(
+        ["sparsity.span"],
+        "sparsity.pattern",
+        SparsityConfig.pattern,
+        lambda pattern: pattern != "masked",
+        "which spans no inputs",
+        "--pattern=masked",
+        {"sparsity.span": 4, "sparsity.pattern": "masked"},
+        "monarch",
+    ),
+    _unread(
+        [f"model.{name}" for name in FAMILY_FIELDS if name.startswith("rotary_")],
+        "model.positions",
+        "rotary",
+        lambda positions: positions != "rotary",
+        "which rotates nothing",
+        "model.positions=rotary",
+        {"model.rotary_base": 500.0, "model.positions": "rotary"},
+        "none",
+        words="settings of rotary positions",
     ),
     Conflict(
         _given("settings that weights bring", FROM_WEIGHTS, {"model.norm": "rmsnorm"}),
