@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu import splash_attention
 
 from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
+from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.ops.attention.dot_product import ALL, Sight
 
 LANES = 128
@@ -29,6 +30,7 @@ def self_attention(
     cap: float = 0.0,
     documents: jax.Array | None = None,
     bidirectional: bool = False,
+    layout: BlockLayout | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -37,7 +39,7 @@ def self_attention(
     bfloat16 or float32, see `splash_refusal`.
     """
     tokens, heads, kv_heads = query.shape[1], query.shape[2], key.shape[2]
-    sight = Sight(window, bidirectional)
+    sight = Sight(window, bidirectional, layout)
     kernel = _kernel(np.arange(tokens), 1, heads, kv_heads, sight, cap, interpret)
     return _run(kernel, query, key, value, documents, documents)
 
@@ -52,6 +54,7 @@ def shard_attention(
     cap: float = 0.0,
     documents: tuple[jax.Array, jax.Array] | None = None,
     bidirectional: bool = False,
+    layout: BlockLayout | None = None,
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -59,7 +62,7 @@ def shard_attention(
     [batch, tokens / shards] of the queries, and [batch, tokens] of the keys.
     """
     shards, heads, kv_heads = len(order), query.shape[2], key.shape[2]
-    sight = Sight(window, bidirectional)
+    sight = Sight(window, bidirectional, layout)
     kernel = _kernel(order.reshape(-1), shards, heads, kv_heads, sight, cap, interpret)
     if sight == ALL:
         return _run(kernel, query, key, value, *(documents or (None, None)))
@@ -84,7 +87,9 @@ def shard_attention(
     return _run(kernel, query, key, value, *(documents or (None, None)))
 
 
-def splash_refusal(query: jax.Array) -> str:
+def splash_refusal(
+    query: jax.Array, layout: BlockLayout | None = None, is_shard: bool = False
+) -> str:
     """Return why the kernels cannot run operands like `query`; empty if they can."""
     _, tokens, _, width = query.shape
     if query.dtype not in DTYPES:
@@ -93,6 +98,12 @@ def splash_refusal(query: jax.Array) -> str:
         return f"the splash kernels need a multiple of {LANES} tokens, not {tokens}."
     if width > MAX_HEAD_DIM:
         return f"the splash kernels need a head_dim of at most {MAX_HEAD_DIM}, not {width}."
+    if layout is not None and layout.block % LANES:
+        return (
+            f"the splash kernels need blocks of a multiple of {LANES} tokens, not {layout.block}."
+        )
+    if layout is not None and is_shard and tokens % (2 * LANES):
+        return f"the splash kernels need a multiple of {2 * LANES} tokens a shard, not {tokens}."
     return ""
 
 
@@ -142,6 +153,7 @@ class _Mask(splash_attention.CausalMask):
         rows, columns = index
         first, end, _ = columns.indices(self.shape[1])
         tile = rows.start, rows.stop
+        layout = self.sight.layout
         if tile not in self.ends:
             queries = self.q_sequence[rows]
             self.ends[tile] = int(queries.min()), int(queries.max())
@@ -150,6 +162,9 @@ class _Mask(splash_attention.CausalMask):
         # as in two chunks of a zig-zag shard: then the bounds are wide, and the pairs are compared.
         nearest, farthest = lowest - (end - 1), highest - first
         if farthest < self.least or nearest > self.largest:
+            return _NONE
+        # A tile is in one block of queries and one of keys, see `_kernel`.
+        if layout is not None and not layout.mask[first // layout.block, lowest // layout.block]:
             return _NONE
         if nearest >= self.least and farthest <= self.largest:
             return _ALL
@@ -168,7 +183,11 @@ class _Mask(splash_attention.CausalMask):
 
 def _kernel(positions, shards, heads, kv_heads, sight, cap, interpret):
     """Return the kernel of all heads, or of the query heads of one key/value head."""
-    tile = next(tile for tile in TILES if len(positions) // shards % tile == 0)
+    lengths = [len(positions) // shards]
+    if sight.layout is not None:
+        # Chunks of a zig-zag shard begin at multiples of a half of it.
+        lengths += [sight.layout.block, lengths[0] // 2 if shards > 1 else 0]
+    tile = next(tile for tile in TILES if not any(length % tile for length in lengths))
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     sizes: dict[str, Any] = {f"block_{name}": tile for name in names}
     grouped = kv_heads < heads

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ from sparse_dataflow.core.ops.attention import dot_product
 from sparse_dataflow.core.ops.attention.dot_product import Sight, Tokens
 from sparse_dataflow.files.errors import UserError
 
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.attention_rules import AttentionBlocks
+    from sparse_dataflow.core.layouts.layout import BlockLayout
+
 
 def plain_attention(
     query: jax.Array,
@@ -21,6 +26,7 @@ def plain_attention(
     cap: float = 0.0,
     documents: jax.Array | None = None,
     bidirectional: bool = False,
+    layout: "BlockLayout | None" = None,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim) where key <= query) v, in float32 or wider.
 
@@ -39,6 +45,10 @@ def plain_attention(
     if bidirectional:
         # A window is as long on both sides, so the transpose has the keys after each query.
         seen |= seen.T
+    if layout is not None:
+        # [keys, queries], like the blocks of the layout.
+        square = np.ones((layout.block, layout.block), bool)
+        seen &= np.kron(layout.mask, square).T[: len(seen), : len(seen)]
     if documents is not None:
         # [batch, 1, queries, keys], the same for all heads.
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -62,6 +72,7 @@ def self_attention(
     cap: float = 0.0,
     documents: jax.Array | None = None,
     bidirectional: bool = False,
+    blocks: "AttentionBlocks | BlockLayout | None" = None,
 ) -> jax.Array:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v with a causal mask, or none; differentiable.
 
@@ -78,6 +89,8 @@ def self_attention(
       documents: int32 [batch, tokens], see `dot_product.document_numbers`: a query sees keys of its
         own document; None for one document.
       bidirectional: whether a query also sees the keys after it.
+      blocks: the blocks of keys that each block of queries sees, with a causal mask and without a
+        window; see `layouts.attention_blocks`. None is all.
 
     Returns:
       [batch, tokens, heads, head_dim] in query's dtype; the softmax runs in float32.
@@ -86,20 +99,40 @@ def self_attention(
       UserError: if shapes or dtypes disagree, or a named implementation cannot run.
     """
     _check(query, key, value, window)
+    layout = _layout(blocks, key, window, bidirectional)
+    settings = window, cap, documents, bidirectional, layout
     # An implementation that was named must run; the fastest one may give way to XLA.
-    name = implementation or _choose(query, key, window, cap, documents, bidirectional)
-    reason = implementation and _refusal(name, query, key, window, cap, documents, bidirectional)
+    name = implementation or _choose(query, key, *settings)
+    reason = implementation and _refusal(name, query, key, *settings)
     if reason:
         raise UserError(f"Attention implementation {name!r} cannot run: {reason}")
     if name == "reference":
-        return plain_attention(query, key, value, window, cap, documents, bidirectional)
+        return plain_attention(query, key, value, *settings)
     if name == "splash":
-        return _splash().self_attention(query, key, value, window, cap, documents, bidirectional)
+        return _splash().self_attention(query, key, value, *settings)
     if name == "cudnn":
         return dot_product.cudnn_attention(query, key, value, window, documents, bidirectional)
+    if layout is not None:
+        from sparse_dataflow.core.ops.attention.block_attention import block_attention
+
+        return block_attention(query, key, value, layout, documents, cap)
     tokens = Tokens(jnp.arange(query.shape[1]), documents)
     sight = Sight(window, bidirectional)
     return dot_product.xla_attention(query, key, value, tokens, tokens, sight, cap)
+
+
+def _layout(blocks, key, window, bidirectional):
+    """Returns the layout over the keys; None for all blocks."""
+    if blocks is None:
+        return None
+    if window or bidirectional:
+        raise UserError(
+            "Attention to blocks has a window or both directions; legal with blocks: window=0, "
+            "bidirectional=False."
+        )
+    from sparse_dataflow.core.layouts.attention_blocks import attention_layout
+
+    return attention_layout(blocks, key.shape[1])
 
 
 def shard_attention(
@@ -113,6 +146,7 @@ def shard_attention(
     cap: float = 0.0,
     documents: jax.Array | None = None,
     bidirectional: bool = False,
+    blocks: "AttentionBlocks | BlockLayout | None" = None,
 ) -> jax.Array:
     """Compute `self_attention` of the queries of one shard of a sequence to all keys.
 
@@ -128,24 +162,26 @@ def shard_attention(
       cap: see `self_attention`.
       documents: of all tokens; see `self_attention`.
       bidirectional: see `self_attention`.
+      blocks: see `self_attention`.
 
     Returns:
       Like query.
     """
+    layout = _layout(blocks, key, window, bidirectional)
     # The queries of a shard lie apart, so masks need their positions.
     at = jnp.asarray(order)[shard]
     local_documents = None if documents is None else jnp.take(documents, at, axis=1)
     fastest = _fastest()
     reason = {"cudnn": "cuDNN has no queries at other positions than the keys'."}.get(fastest, "")
     if fastest == "splash":
-        reason = _splash().splash_refusal(query) or dispatch.sharding_refusal()
+        reason = _splash().splash_refusal(query, layout, True) or dispatch.sharding_refusal()
     name = "xla" if reason else fastest
     dispatch.log_choice("shard_attention", name, dispatch.platform(), reason)
     if name == "splash":
         both = None if documents is None else (local_documents, documents)
         operands = query, key, value, order, shard
-        return _splash().shard_attention(*operands, window, cap, both, bidirectional)
-    keys, sight = Tokens(jnp.arange(key.shape[1]), documents), Sight(window, bidirectional)
+        return _splash().shard_attention(*operands, window, cap, both, bidirectional, layout)
+    keys, sight = Tokens(jnp.arange(key.shape[1]), documents), Sight(window, bidirectional, layout)
     return dot_product.xla_attention(
         query, key, value, Tokens(at, local_documents), keys, sight, cap
     )
@@ -178,7 +214,7 @@ def _choose(query, key, *settings):
     return name
 
 
-def _refusal(name, query, key, window=0, cap=0.0, documents=None, bidirectional=False):
+def _refusal(name, query, key, window=0, cap=0.0, documents=None, bidirectional=False, layout=None):
     """Return why a named implementation cannot run here; empty if it can."""
     if name not in IMPLEMENTATIONS:
         return f"the name is unknown; legal: {', '.join(IMPLEMENTATIONS)}."
@@ -188,10 +224,12 @@ def _refusal(name, query, key, window=0, cap=0.0, documents=None, bidirectional=
         return f"it runs on {needed}, and this is {here}; legal here: reference, xla."
     if name == "cudnn" and cap:
         return "cuDNN has no soft cap of scores."
+    if name == "cudnn" and layout is not None:
+        return "cuDNN has no layout of blocks."
     if name == "cudnn":
         return dot_product.cudnn_refusal(query, key, window, documents, bidirectional)
     if name == "splash":
-        return _splash().splash_refusal(query) or dispatch.sharding_refusal()
+        return _splash().splash_refusal(query, layout) or dispatch.sharding_refusal()
     return ""
 
 

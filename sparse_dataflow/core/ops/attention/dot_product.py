@@ -13,7 +13,7 @@ chunks of T or S.
 import functools
 import importlib
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from jax.ad_checkpoint import checkpoint_name
 from sparse_dataflow.core.config.attention_settings import DENSE_TOKENS
 from sparse_dataflow.core.config.remat import ATTENTION_OUTPUT
 from sparse_dataflow.core.ops import dispatch, platforms
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.layouts.layout import BlockLayout
 
 CHUNK = 512
 """Most queries, and most keys, of a chunk."""
@@ -48,12 +51,13 @@ class Sight(NamedTuple):
 
     window: int = 0
     bidirectional: bool = False
+    layout: "BlockLayout | None" = None
 
 
 CAUSAL, ALL = Sight(), Sight(bidirectional=True)
 """A query sees its own key and all keys before it, or all keys."""
 
-_PADDING = jnp.iinfo(jnp.int32).max
+PADDING = jnp.iinfo(jnp.int32).max
 """Position of the padding of chunks."""
 
 
@@ -69,10 +73,14 @@ def visible(queries: Tokens, keys: Tokens, sight: Sight = CAUSAL) -> jax.Array:
     distance = queries.positions[:, None] - keys.positions
     if sight.bidirectional:
         # Queries that see both sides would see padding keys as well.
-        distance = jnp.where(keys.positions < _PADDING, jnp.abs(distance), -1)
+        distance = jnp.where(keys.positions < PADDING, jnp.abs(distance), -1)
     seen = distance >= 0
     if sight.window:
         seen &= distance < sight.window
+    if sight.layout is not None:
+        # Padding is in no block; an index that is too large reads the last one.
+        query, key = (tokens.positions // sight.layout.block for tokens in (queries, keys))
+        seen &= jnp.asarray(sight.layout.mask)[key, query[:, None]]
     if queries.documents is None or keys.documents is None:
         return seen[None, None]
     within = queries.documents[:, None, :, None] == keys.documents[:, None, None, :]
@@ -123,7 +131,7 @@ def _chunks(array, fill=0):
 
 def _marks(tokens):
     """Returns tokens in chunks; padding comes after all others, and is a document of its own."""
-    positions = _chunks(tokens.positions[None], _PADDING)[:, 0]
+    positions = _chunks(tokens.positions[None], PADDING)[:, 0]
     return Tokens(positions, None if tokens.documents is None else _chunks(tokens.documents, -1))
 
 
@@ -152,7 +160,7 @@ def _forward(sight, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, quer
             seen = visible(at, key_at, sight)
 
             def add(largest, total, weighted):
-                scores = _scores(q, k, seen, cap)[0]
+                scores = capped_scores(q, k, seen, cap)[0]
                 # A query that sees no key of this chunk may get weights exp(_HIDDEN - _HIDDEN) = 1.
                 # With the first key that it sees, `shrink` is exp(_HIDDEN - score) = 0 and removes
                 # them.  So every query must see a key; padding queries may not, and their results
@@ -160,7 +168,7 @@ def _forward(sight, cap, query_CxBxTxNxGxK, key_CxBxSxNxK, value_CxBxSxNxK, quer
                 new = jnp.maximum(largest, scores.max(-1))
                 shrink, weights = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
                 # Weights are rounded for the matrix units alone; their sum stays in float32.
-                added = _product("bngts,bsnk->bngtk", weights.astype(v.dtype), v)
+                added = wide_product("bngts,bsnk->bngtk", weights.astype(v.dtype), v)
                 weighted = weighted * shrink[..., None] + added
                 return new, total * shrink + weights.sum(-1), weighted
 
@@ -208,15 +216,15 @@ def _backward(sight, cap, residuals, gradient_CxBxTxNxGxK):
             seen = visible(at, key_at, sight)
 
             def gradients():
-                scores, slope = _scores(q, k, seen, cap)
+                scores, slope = capped_scores(q, k, seen, cap)
                 weights = jnp.exp(scores - log_sum[..., None])
                 # dS = P (dP - mean) (arXiv 2205.14135), times the slope of the scale and the cap.
-                ds = weights * (_product("btngk,bsnk->bngts", dy, v) - mean[..., None]) * slope
+                ds = weights * (wide_product("btngk,bsnk->bngts", dy, v) - mean[..., None]) * slope
                 weights, ds = weights.astype(q.dtype), ds.astype(q.dtype)
                 return (
-                    _product("bngts,bsnk->btngk", ds, k),
-                    _product("bngts,btngk->bsnk", ds, q),
-                    _product("bngts,btngk->bsnk", weights, dy),
+                    wide_product("bngts,bsnk->btngk", ds, k),
+                    wide_product("bngts,btngk->bsnk", ds, q),
+                    wide_product("bngts,btngk->bsnk", weights, dy),
                 )
 
             def nothing():
@@ -240,10 +248,12 @@ def _backward(sight, cap, residuals, gradient_CxBxTxNxGxK):
 _attend.defvjp(_forward, _backward)
 
 
-def _scores(q_BxTxNxGxK, k_BxSxNxK, seen, cap):
+def capped_scores(
+    q_BxTxNxGxK: jax.Array, k_BxSxNxK: jax.Array, seen: jax.Array, cap: float
+) -> tuple[jax.Array, jax.Array]:
     """Returns the scores [B, N, G, T, S], and their slope by the product of query and key."""
     scale = 1 / math.sqrt(q_BxTxNxGxK.shape[-1])
-    scores = _product("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxSxNxK) * scale
+    scores = wide_product("btngk,bsnk->bngts", q_BxTxNxGxK, k_BxSxNxK) * scale
     slope = jnp.full((), scale, scores.dtype)
     if cap:
         # d/ds of cap tanh(s / cap) is 1 - tanh^2.
@@ -252,7 +262,8 @@ def _scores(q_BxTxNxGxK, k_BxSxNxK, seen, cap):
     return jnp.where(seen[:, :, None], scores, _HIDDEN), slope
 
 
-def _product(formula, left, right):
+def wide_product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """Returns an einsum that is summed in float32 or wider."""
     wide = jnp.promote_types(left.dtype, jnp.float32)
     return jnp.einsum(formula, left, right, preferred_element_type=wide)
 
