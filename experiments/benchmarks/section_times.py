@@ -97,6 +97,7 @@ def section_seconds(
                 functools.partial(
                     self_attention,
                     window=kind.window,
+                    blocks=kind.blocks,
                     cap=kind.attention_cap,
                     bidirectional=kind.bidirectional,
                 ),

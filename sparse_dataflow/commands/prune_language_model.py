@@ -62,6 +62,7 @@ def prune_language_model(
         raise UserError("All layers share one block; legal: a model with a block for each layer.")
     if out is not None:
         old.refuse_bidirectional("A reader of the pruned directory", "a model in memory, or a run")
+        old.refuse_blocks("A reader of the pruned directory")
     if groups is None and where is not None:
         raise UserError('where does not go with block="narrow", which prunes all projections.')
     names = _selected(old, where)

@@ -54,7 +54,8 @@ class LayerCache(NamedTuple):
     """Keys and values [batch, kv heads, cache tokens, head width] of one layer.
 
     They have the compute dtype.  Positional rotations are already applied to the keys.  With a
-    sliding window the cache still has all tokens, and decoding masks the older ones.  Attention
+    sliding window or blocks the cache still has all tokens, and decoding masks the others.
+    Attention
     reads caches of this order in place; with tokens before heads, XLA transposes the complete cache
     at every token.
     """
@@ -193,13 +194,13 @@ def _read_prompt(config, cache_tokens, layer, x_BxTxD):
 
 
 def prompt_attention(
-    caches: list[LayerCache], cache_tokens: int, q, k, v, window, cap=0.0
+    caches: list[LayerCache], cache_tokens: int, q, k, v, window, cap=0.0, blocks=None
 ) -> jax.Array:
     """Attention of complete prompts, as `gpt.Block` calls it; appends the layer's cache."""
     # [B, kv heads, cache tokens, K]; the places behind the prompt are free.
     room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
     caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
-    return self_attention(q, k, v, window=window, cap=cap)
+    return self_attention(q, k, v, window=window, cap=cap, blocks=blocks)
 
 
 def decode_token(
@@ -359,9 +360,11 @@ def append_to_cache(
     v,
     window,
     cap=0.0,
+    blocks=None,
 ) -> jax.Array:
     """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
-    y, *updated = cached_attention(q, k, v, *cache, positions_BxT, window, cap, has_room)
+    operands = q, k, v, *cache, positions_BxT
+    y, *updated = cached_attention(*operands, window, cap, has_room, blocks=blocks)
     caches.append(LayerCache(*updated))
     return y
 

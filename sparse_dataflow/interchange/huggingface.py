@@ -407,6 +407,7 @@ def write(
         raise UserError(f"dtype={dtype!r} with form={form}; legal: {', '.join(legal)}.")
     if form not in DENSE_FORMS:
         model.refuse_experts(f"The {form} form", "form=dense, or the run folder")
+        model.refuse_blocks(f"The {form} form")
     if form == "sparse":
         model.require("sparse_form", "form=sparse", "form=dense, or the run folder")
     if architecture not in (AUTO, *architectures.ARCHITECTURES):

@@ -464,14 +464,16 @@ def _elements(config, plan, traffic):
 
 
 def _attention(config, sequence, tokens, shared, plan, peak, memory, efficiency, rates):
-    keys = visible_keys(config, sequence) if plan.fused_attention else sequence
+    # XLA computes the scores of all pairs, or of the blocks of a layout.
+    skips_pairs = plan.fused_attention or config.blocks
+    keys = visible_keys(config, sequence) if skips_pairs else sequence
     widths = block_widths(config, key_value_copies(config, plan.tensor))
     queries, keys_values = widths.queries, widths.keys_values
     flops = 2 * 2.0 * tokens * keys * queries / shared
     size = (2 * queries + keys_values * np.asarray(plan.context)) * tokens / shared
     size = size * DTYPE_BYTES[config.compute_dtype]
     if not plan.fused_attention:
-        size = size + SCORE_BYTES * tokens * sequence * config.num_heads / shared
+        size = size + SCORE_BYTES * tokens * keys * config.num_heads / shared
     if "attention" in rates:
         return Section(flops, size, flops / rates["attention"])
     seconds = flops / (peak * efficiency.attention)

@@ -198,6 +198,12 @@ EVERY_OTHER = f"{LEGAL} every other value"
 
 SETTINGS = (
     Conflict(
+        _other("model.attention_blocks", _one_of(""), "window:1,global:1,block:8"),
+        (MASKED,),
+        "which attends to later blocks too",
+        f"{LEGAL} empty",
+    ),
+    Conflict(
         _other("model.logit_cap", _one_of(0), 30.0),
         (TEACHER,),
         "whose logits are compared as they are",

@@ -180,6 +180,10 @@ def test_what_does_not_fit_is_refused_in_words(tmp_path):
         sd.Tokenizer.from_texts("one string", 300)
     with pytest.raises(sd.UserError, match="257 or more"):
         sd.Tokenizer.from_texts(["a"], 100)
+    blocks = draw(CONFIG.change(model__attention_blocks="window:1,block:8"))
+    for form in ("sparse", "program", "dense", "gguf"):
+        with pytest.raises(sd.UserError, match="attention_blocks"):
+            sd.save(blocks, tmp_path / "blocks", form=form)
     folder = sd.save(model, tmp_path / "model")
     with pytest.raises(sd.UserError, match="exists already"):
         sd.save(model, folder)

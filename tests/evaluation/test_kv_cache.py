@@ -26,7 +26,8 @@ ROWS, WIDTH, CACHE = 3, 8, 16
 
 
 MOST_DIFFERENT = (
-    "dense", "by depth", "llama", "qwen3", "gemma2", "gemma3", "pythia", "smollm3", "yarn",
+    "dense", "by depth", "llama", "blocks", "qwen3", "gemma2", "gemma3", "pythia", "smollm3",
+    "yarn",
 )  # fmt: skip
 """Configs that have between them what a cache depends on: heads, windows, rotations, layouts."""
 

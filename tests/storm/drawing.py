@@ -48,6 +48,7 @@ TEXTS: dict[str, tuple[str, ...]] = {
     "data.validation": ("@folder_2", "@jsonl_3", "@parquet_2", "@folder"),
     "data.tokenizer": tuple(f"@{name}" for name in TOKENIZERS),
     "model.remat": ("full", "keep", "offload", "full:1,none:1", "keep:1,full:1", "auto"),
+    "model.attention_blocks": ("window:1,block:4", "window:1,global:1,random:2,block:8"),
     "model.layer_types": ("sliding", "sliding+full", "full+sliding+sliding"),
     "model.rotary_layers": ("rotated", "unrotated+rotated"),
     "sparsity.budget": (
@@ -163,6 +164,7 @@ _MORE: list[dict[str, str]] = [
     {"data.corpus": "@answers", "data.loss": "answers", "run.init_from": "@DIR",
      "model.mask_documents": "yes"},
     {"model.window": "5", "model.layer_types": "sliding+full"},
+    {"model.attention_blocks": "window:1,global:1,block:8", "model.layer_types": "full+sliding"},
     {"training.schedule": "wsd", "training.decay": "0.5"},
     {"run.init_from": "@sparse"},
     {"run.init_from": "@run"},

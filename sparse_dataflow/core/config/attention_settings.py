@@ -117,7 +117,7 @@ class RotarySettings(Readable):
 
 SLIDING, FULL = "sliding", "full"
 LAYER_TYPES = (SLIDING, FULL)
-"""Kinds of layers: those with the window, and those that see all tokens."""
+"""Kinds of layers: those with the window or the blocks, and those that see all tokens."""
 
 ROTATED, UNROTATED = "rotated", "unrotated"
 ROTARY_LAYERS = (ROTATED, UNROTATED)
@@ -140,6 +140,10 @@ class AttentionSettings(Readable):
     """The attention of a `ModelConfig`.
 
     Attributes:
+      attention_blocks: rules of the layout of attention, as in Big Bird (arXiv 2007.14062), and the
+        tokens of a block: "window:2,global:1,random:3,block:128".  A token sees those before it in
+        its own block, in the last `window` blocks, in the first `global` ones, and in `random`
+        ones, the same in all layers and heads; `layouts.attention_blocks.register` adds rules.
       attention_cap: the scores s become cap * tanh(s / cap) before the softmax (Gemma 2, arXiv
         2408.00118).
       layer_types: "sliding+full" alternates, beginning with a layer with the window.  A list that
@@ -162,10 +166,15 @@ class AttentionSettings(Readable):
         "Last tokens that each token attends to, itself included; 0 is all.",
         legal=between(0, MOST_SIZE),
     )
+    attention_blocks: str = setting(
+        "",
+        "Blocks of tokens that each block attends to: window:W,global:G,random:R,block:TOKENS, one "
+        "or more of the first three; empty is all.",
+    )
     layer_types: str = setting(
         SLIDING,
-        "Layers with model.window (sliding) and without (full): names joined by +, repeated over "
-        "the depth.",
+        "Layers with model.window or model.attention_blocks (sliding) and without (full): names "
+        "joined by +, repeated over the depth.",
     )
     rotary_layers: str = setting(
         ROTATED,
@@ -208,10 +217,11 @@ class AttentionSettings(Readable):
                     f"model.{field}={value[:60]} is unknown. Legal: {', '.join(legal)}, or several "
                     f"of them as in {'+'.join(legal)}."
                 )
-        if FULL in self.layer_types.split("+") and not self.window:
+        limited = self.window or self.attention_blocks
+        if FULL in self.layer_types.split("+") and not limited:
             raise UserError(
-                f"model.layer_types={self.layer_types[:60]} needs a window; legal with "
-                f"model.window=0: {SLIDING}."
+                f"model.layer_types={self.layer_types[:60]} needs a window or attention_blocks; "
+                f"legal without them: {SLIDING}."
             )
 
 
@@ -282,6 +292,15 @@ def check_attention(model: Any) -> None:
     if model.positions == "rotary":
         model.check_rotary(model.head_width)
     model.check_layer_types()
+    if model.attention_blocks:
+        from sparse_dataflow.core.config.attention_rules import parse
+
+        parse(model.attention_blocks)  # Refuses an illegal text.
+    if model.attention_blocks and model.window:
+        raise UserError(
+            f"model.window={model.window} with model.attention_blocks={model.attention_blocks[:60]}"
+            ", whose rule window is in blocks; legal with it: 0."
+        )
     if model.rotary_local_base and not model.window:
         raise UserError(
             f"model.rotary_local_base={model.rotary_local_base:g} is for layers with a window; "

@@ -65,7 +65,7 @@ def layer_model(model: ModelConfig, layer: int) -> ModelConfig:
     if model.rotary_layers != ROTATED:
         changes["rotary_layers"] = ROTATED
     if kind == FULL:
-        changes |= {"window": 0, "rotary_local_base": 0.0}
+        changes |= {"window": 0, "attention_blocks": "", "rotary_local_base": 0.0}
     elif model.rotary_local_base:
         changes |= {"rotary_base": model.rotary_local_base, "rotary_local_base": 0.0}
         # No scaling: llama3 with the factor 1.

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparse_dataflow.core.config import arguments, remat
 from sparse_dataflow.core.config import attention_settings as families
@@ -31,6 +31,9 @@ from sparse_dataflow.core.config.settings import (
     validate,
 )
 from sparse_dataflow.files.errors import UserError
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.attention_rules import AttentionBlocks
 
 DENSE = LinearSpec()
 """Spec of a dense projection."""
@@ -460,6 +463,14 @@ class ModelConfig(AttentionSettings, RotarySettings):
                 f"{self.prompt_vectors}; legal with them: {legal}."
             )
 
+    def refuse_blocks(self, feature: str) -> None:
+        """Raises UserError if attention is to blocks, which a file, by its words, cannot say."""
+        if self.attention_blocks:
+            raise UserError(
+                f"{feature} has no model.attention_blocks={self.attention_blocks[:60]}; legal with "
+                "it: the run folder, or a model in memory."
+            )
+
     def dropless(self) -> "ModelConfig":
         """Returns the model that evaluation and generation use: no expert drops a token."""
         return dataclasses.replace(self, expert_capacity=0.0) if self.expert_capacity else self
@@ -520,6 +531,13 @@ class ModelConfig(AttentionSettings, RotarySettings):
         """Returns the shape of the scale of the norm of `heads` heads of queries or of keys."""
         each = {"head": (self.head_width,), families.EACH_HEAD: (heads, self.head_width)}
         return each.get(self.qk_norm_scope, (heads * self.head_width,))
+
+    @property
+    def blocks(self) -> "AttentionBlocks | None":
+        """Blocks of tokens that attention reads, in layers with `attention_blocks`."""
+        from sparse_dataflow.core.config.attention_rules import parse
+
+        return parse(self.attention_blocks, self.seed) if self.attention_blocks else None
 
     @property
     def attention_width(self) -> float:

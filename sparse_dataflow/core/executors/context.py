@@ -75,7 +75,7 @@ class Context:
           key: [B, T / shards, kv heads, head_dim].
           value: like key.
           documents: int32 [B, T], of all tokens.
-          **settings: window, cap and bidirectional.
+          **settings: window, cap, bidirectional and blocks.
         """
         key, value = (checkpoint_name(self.gather(a), KEYS_VALUES) for a in (key, value))
         # The mask compares positions, as neither queries nor their distances are consecutive here.

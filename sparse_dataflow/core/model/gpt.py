@@ -117,7 +117,8 @@ class Block(Mlp):
           shard: shard of the weights.
           attend: attention, called as attend(queries [B, T, H, K], keys [B, T, kv heads, K],
             values like keys, window=config.window, cap=config.attention_cap), with `documents` if
-            the batch has them, and with `bidirectional` if the model is.
+            the batch has them, with `bidirectional` if the model is, and with `blocks` if the
+            config has attention_blocks.
         """
         return self.residuals(x_BxTxD, batch, shard, attend)[1]
 
@@ -150,6 +151,8 @@ class Block(Mlp):
             attend = functools.partial(attend, documents=batch.documents)
         if config.bidirectional:
             attend = functools.partial(attend, bidirectional=True)
+        if config.attention_blocks:
+            attend = functools.partial(attend, blocks=config.blocks)
         with jax.named_scope("attention"):
             attended = attend(q, k, v, window=config.window, cap=config.attention_cap)
         attended = shard.gather_features(attended.reshape(*attended.shape[:2], -1))

@@ -10,8 +10,8 @@ Counting rules of the project:
 - Embedding lookups, norms, biases, GELU, softmax and AdamW count as 0, because they are
   memory-bound and MFU measures the matrix units.  Muon's products are `orthogonalization_flops`.
 - Attention is Q Kᵀ and A V.  Its causal half counts everywhere, which is what kernels compute, and
-  of it the sliding window; both halves if the model is bidirectional.  (PaLM, arXiv 2204.02311,
-  appendix B, counts the whole square.)
+  of it the sliding window or the blocks of its layout; both halves if the model is bidirectional.
+  (PaLM, arXiv 2204.02311, appendix B, counts the whole square.)
 - A depth schedule leaves blocks out of a step: FLOPs count the share of the blocks that take part.
 - With adapters or prompt vectors, the backward pass has no gradient of the frozen weights: half of
   its FLOPs there.
@@ -157,11 +157,15 @@ def flops_per_token(
 
 def visible_keys(config: ModelConfig, sequence: int) -> float:
     """Returns the mean keys that a query sees, over the layers: half of the sequence, or fewer
-    under a window; twice as many in both directions."""
+    under a window or in the blocks of a layout; twice as many in both directions."""
     sliding = sum(config.layer_type(i) == SLIDING for i in range(config.num_layers))
     window = min(config.window or sequence, sequence)
     # Mean over positions of min(position, window): the first ones see fewer keys.
     within = window - window**2 / (2 * sequence)
+    if config.blocks:
+        from sparse_dataflow.core.layouts.attention_blocks import visible_pairs
+
+        within = visible_pairs(config.blocks, sequence) / sequence
     # Layers without a window see half of the sequence in the mean.
     causal = within + (1 - sliding / config.num_layers) * (sequence / 2 - within)
     return causal * (1 + config.bidirectional)

@@ -245,6 +245,12 @@ def test_a_step_has_the_flops_of_its_layers(monkeypatch, deepest):
     assert planned[0] == pytest.approx(planned[1] / 3 + planned[2] * 2 / 3)
 
 
+def test_full_layers_have_no_blocks():
+    model = dataclasses.replace(DENSE, attention_blocks="window:1", layer_types="sliding+full")
+    kinds = [layer_model(model, i).attention_blocks for i in range(3)]
+    assert kinds == ["window:1", "", "window:1"]
+
+
 def test_layers_with_a_window_alone_have_its_base_without_scaling():
     model = dataclasses.replace(
         DENSE,

@@ -166,6 +166,15 @@ def test_a_fields_default_is_gpt3_in_configs_of_earlier_versions():
         ),
         ({"num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 4; legal: 1, 2, 4"),
         ({"window": -1}, "window=-1 is not legal: it must be from 0"),
+        ({"attention_blocks": "windows:2"}, "has 'windows:2'; legal: each of window, global"),
+        (
+            {"attention_blocks": "window:2", "window": 4},
+            "window=4 with model.attention_blocks=window:2, .* legal with it: 0",
+        ),
+        (
+            {"layer_types": "full"},
+            "needs a window or attention_blocks; legal without them: sliding",
+        ),
         ({"norm_epsilon": 0.0}, "norm_epsilon=0.0 is not legal: it must be above 0"),
         ({"rotary_low": 4.0}, "rotary_low 4 is not below rotary_high 4; legal: above 0, below 4"),
         ({"biases": ("q", "mlp_in")}, "model.biases names q, .* legal: qkv, attn_out, mlp_in"),

@@ -233,9 +233,9 @@ def test_a_path_that_the_locale_does_not_read_is_told_from_one_that_is_not_utf_8
 
 
 NO_PLACES = {
-    "model.layer_types", "model.rotary_layers", "model.remat", "sparsity.budget",
-    "evolution.method", "training.optimizer", "data.column", "parallel.mesh", "parallel.schedule",
-    "parallel.memory_limit", "parallel.depth_schedule", "run.profile",
+    "model.attention_blocks", "model.layer_types", "model.rotary_layers", "model.remat",
+    "sparsity.budget", "evolution.method", "training.optimizer", "data.column", "parallel.mesh",
+    "parallel.schedule", "parallel.memory_limit", "parallel.depth_schedule", "run.profile",
 }  # fmt: skip
 """Settings of any text that name no place: a new one is added here, or is one of the others."""
 

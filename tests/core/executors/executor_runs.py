@@ -130,6 +130,16 @@ MODELS = {
         mask_documents=True,
         remat="full",
     ).with_linears(LinearSpec("block_sparse", "monarch", 0.5, 8), ["mlp_in", "mlp_out"]),
+    # Rows have four blocks; a layer of one kind lacks some, and one of the other has all.
+    "blocks": dataclasses.replace(
+        DENSE,
+        positions="rotary",
+        vocab_size=7,
+        mask_documents=True,
+        attention_cap=0.7,
+        attention_blocks="window:1,global:1,block:2",
+        layer_types="sliding+full",
+    ),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=2, head_dim=12),
     "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
         LinearSpec("block_sparse", "monarch", 0.5, 8)

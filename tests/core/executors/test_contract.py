@@ -37,8 +37,12 @@ ONCE = [
     ("dense+spikes_unclipped", "relay,eager/device/2"),
     # Attention in both directions, and the accuracy of evaluations.
     ("documents+hidden", "relay/device/2"),
+    ("blocks", "relay/device/2"),
 ]
 DAILY = [
+    ("blocks", "on:4,context:2,tensor:2/0/1", "fsdp:2,feature:2,tensor:2/3/2"),
+    ("blocks", "on:4,stage:2,context:2/0/2/1f1b/1", "on:4,stage:2,fsdp:2/2/2/zero_bubble/1"),
+    ("blocks+answers", "relay/host/2"),
     # "multi_query" has fewer key/value heads than the axis tensor has devices.
     ("shared", "data:2,fsdp:2,tensor:2/3/2"),
     ("multi_query", "data:2,tensor:4/0/1"),

@@ -17,6 +17,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.config.sparsity import EvolutionConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.layouts.attention_blocks import attention_layout
 from sparse_dataflow.core.model import stacks as layer_stacks
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim import matrix_leaves, muon
@@ -237,6 +238,19 @@ def test_a_window_counts_the_keys_that_queries_see(window, sequence):
     config = dataclasses.replace(SIZES["pico"], window=window)
     seen = sum(min(t + 0.5, window) for t in range(sequence)) / sequence
     assert cost.visible_keys(config, sequence) == pytest.approx(seen, abs=0.5)
+
+
+@given(st.integers(1, 90), st.integers(1, 9), st.integers(0, 4))
+def test_blocks_count_the_keys_that_queries_see(sequence, side, random):
+    text = f"window:2,global:1,block:{side}" + (f",random:{random}" if random else "")
+    config = dataclasses.replace(SIZES["pico"], attention_blocks=text)
+    layout = attention_layout(config.blocks, sequence)
+    at = np.arange(sequence) // side
+    read = np.ones((sequence, sequence)) if layout is None else layout.mask[at[None], at[:, None]]
+    seen = (np.tril(read) - np.eye(sequence) / 2).sum() / sequence
+    assert cost.visible_keys(config, sequence) == pytest.approx(seen)
+    dense = dataclasses.replace(config, attention_blocks="")
+    assert cost.visible_keys(config, sequence) <= cost.visible_keys(dense, sequence)
 
 
 def _dot_flops_of_block_step(config, sequence):

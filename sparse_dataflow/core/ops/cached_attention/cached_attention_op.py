@@ -4,9 +4,15 @@ A token that is decoded is bound by the bytes of the cache.  Shapes in names: B 
 H heads, N key/value heads, S places of the cache, K head_dim.
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 
 from sparse_dataflow.core.ops.dispatch import Implementation, Op
+
+if TYPE_CHECKING:
+    from sparse_dataflow.core.config.attention_rules import AttentionBlocks
+    from sparse_dataflow.core.layouts.layout import BlockLayout
 
 OP = Op(
     __package__,
@@ -33,6 +39,7 @@ def cached_attention(
     cap: float = 0.0,
     has_room: bool = False,
     implementation: str | None = None,
+    blocks: "AttentionBlocks | BlockLayout | None" = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes keys and values of new tokens to a cache, and computes their attention to it.
 
@@ -43,6 +50,7 @@ def cached_attention(
       cap: see `attention_op.self_attention`.
       has_room: whether all tokens have a place: fewer kernels.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform.
+      blocks: see `attention_op.self_attention`.
 
     Returns:
       ([B, T, H, K] in q's dtype, the new keys, the new values); the softmax runs in float32.
@@ -51,5 +59,10 @@ def cached_attention(
       UserError: a named implementation cannot run.
     """
     operands = (q_BxTxHxK, k_BxTxNxK, v_BxTxNxK, keys_BxNxSxK, values_BxNxSxK, positions_BxT)
-    limits = window, cap, has_room
+    layout = None
+    if blocks is not None:
+        from sparse_dataflow.core.layouts.attention_blocks import attention_layout
+
+        layout = attention_layout(blocks, keys_BxNxSxK.shape[2])
+    limits = window, cap, has_room, layout
     return OP.module(implementation, *operands, *limits).run_cached_attention(*operands, *limits)

@@ -9,7 +9,7 @@ from sparse_dataflow.core.ops.attention.dot_product import masked_attention
 
 
 def run_cached_attention(
-    q, k, v, keys, values, positions_BxT, window: int, cap: float, has_room: bool
+    q, k, v, keys, values, positions_BxT, window: int, cap: float, has_room: bool, layout=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute `cached_attention`."""
     # [B, T, S]: how many places each place of the cache is before a new token.
@@ -17,6 +17,9 @@ def run_cached_attention(
     visible = distance >= 0
     if window:
         visible &= distance < window
+    if layout is not None:
+        place = jnp.arange(keys.shape[2]) // layout.block
+        visible &= jnp.asarray(layout.mask)[place, positions_BxT[..., None] // layout.block]
     if has_room and positions_BxT.shape[0] == 1:
         # A scatter reads what is there, in a kernel of its own, and keeps it out of bounds.
         start = 0, 0, positions_BxT[0, 0], 0
