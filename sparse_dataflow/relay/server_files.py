@@ -52,7 +52,9 @@ from sparse_dataflow.relay.host_state import (
 ALIGNMENT = 4096
 SLOTS = (0, 1)
 RECORD = "server.json"
-_NAMES = {folders.MARK, "lock", RECORD, f".{RECORD}", *(f"slot{slot}" for slot in SLOTS)}
+_NAMES = {
+    folders.MARK, "lock", RECORD, RECORD + storage.UNFINISHED, *(f"slot{slot}" for slot in SLOTS)
+}  # fmt: skip
 _OWNER, _ROOT, _FLAG = "parameter server", "parameter servers", "parallel.server_dir"
 SLOW_SECONDS = 10.0
 """Seconds per flush of a step above which a run warns of a slow disk."""

@@ -59,8 +59,8 @@ def test_a_killed_process_resumes_from_the_last_complete_step(process, tmp_path)
     killed = -signal.SIGKILL
     assert process(tmp_path, 8, "update", PIECES // 2) == (killed, 0)
     assert process(tmp_path, 8, "update", 2 * PIECES + 3) == (killed, 0)
-    assert process(tmp_path, 8, r"\.server\.json", 1) == (killed, 2)
-    assert process(tmp_path, 8, r"/server\.json", 2) == (killed, 2)
+    assert process(tmp_path, 8, r"/server\.json", 1) == (killed, 2)
+    assert process(tmp_path, 8, r"/server\.json", 4) == (killed, 2)
     assert process(tmp_path, 8, "slot", 2) == (killed, 3)
     assert process(tmp_path, 8) == (0, 4)
     assert_same_bits(open_files(tmp_path).restore(key()), in_memory(8))
@@ -181,6 +181,12 @@ def test_damage_of_all_steps_is_refused(tmp_path):
         flip(tmp_path / f"slot{slot}", 5000)
     with pytest.raises(UserError, match=r"All complete steps in .* are damaged"):
         open_files(tmp_path).restore(key())
+
+
+def test_an_unfinished_record_of_a_killed_process_is_no_foreign_file(tmp_path):
+    run_until(tmp_path, 2)
+    (tmp_path / "server.json.0123abcd.new").write_text("{")
+    assert_same_bits(open_files(tmp_path).restore(key()), in_memory(2))
 
 
 def test_a_damaged_record_is_refused(tmp_path):
