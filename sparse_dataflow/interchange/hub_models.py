@@ -75,9 +75,15 @@ def hub_name(place: str | Path) -> HubName | None:
         raise UserError(f"{text} is no name of a model on the hub; legal: {LEGAL}.")
     if not marked and os.path.lexists(text.partition("/")[0]):
         if huggingface.is_directory(text):
-            _LOG.info("%s is the folder here; %s%s is the model on the hub", text, PREFIX, text)
+            _say_it_is_a_folder(text)
         return None
     return HubName(match[1], match[2] or "")
+
+
+@functools.cache
+def _say_it_is_a_folder(text):
+    """Logs it once, although a command reads a place more than once."""
+    _LOG.info("%s is the folder here; %s%s is the model on the hub", text, PREFIX, text)
 
 
 def fetched(name: HubName, files: Collection[str] = ()) -> Path:

@@ -293,7 +293,7 @@ def _device_bytes(model, training, plan, stash):
             # Of the block, of the one before, and of the head, which the embedding's is added to.
             "gradients": (IN_FLIGHT * block + output) * compute + MASTER_BYTES * block * several,
             "boundaries": (4 + several) * boundary + inputs,
-            "inside a block": round(micro.activations + micro.working_set),
+            "inside a layer": round(micro.activations + micro.working_set),
         },
         {
             "gradients": (2 * output + IN_FLIGHT * block) * compute,

@@ -274,7 +274,7 @@ def test_device_memory_is_as_planned_however_slow_the_host_is(slow, clipping):
     most = most_device_bytes(8, RelayConfig("host", clipping), slow)
     plan = planning.estimate(WIDE, training(), stash="host").device
     # Temporaries of a program live only while it runs.
-    assert most <= sum(plan.values()) - plan["inside a block"]
+    assert most <= sum(plan.values()) - plan["inside a layer"]
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def text(result: MachinePlan) -> str:
     lines += ["", memory_table(settled)]
     if limit := config.parallel.memory_limit:
         each = chooses_each_block(config.parallel, settled.machine.count)
-        chosen = "; the run chooses the remat of each block" if each else ""
+        chosen = "; the run chooses the remat of each layer" if each else ""
         lines.append(f"  within parallel.memory_limit={limit}{chosen}")
     return "\n".join(lines)
 
@@ -182,7 +182,9 @@ def _times(result):
         twin = [_time_for_all(result.tokens, result.days * result.over_dense, _error(result.dense))]
         lines += [f"    {line}" for line in output.aligned(twin).splitlines()]
     elif settled.config.sparsity.projections and not settled.relay:
-        lines.append("  the dense twin has no plan that fits here")
+        limit = settled.config.parallel.memory_limit
+        fits = f"within parallel.memory_limit={limit}" if limit else "that fits here"
+        lines.append(f"  the dense twin has no plan {fits}")
     return lines
 
 
