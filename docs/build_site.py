@@ -157,14 +157,14 @@ def reference_page(page: str) -> str:
 
 
 def settings_table(rows):
-    """Returns a table of the page of settings: two settings in each row."""
-    lines = ["| with | this setting | because | legal |", "|---|---|---|---|"]
+    """Returns a table of the page of settings: two settings in each row, and the reason."""
+    lines = ["| setting | does not work with | legal |", "|---|---|---|"]
     for row in rows:
         legal = row.legal.removeprefix(compatibility.LEGAL).removeprefix("legal:").strip()
         for other in row.others:
             if other not in PARALLELISMS:
-                cells = _code(other.words), _code(row.option.words), row.because, legal
-                lines.append(f"| {' | '.join(cells)} |")
+                option = "no " * row.option.needed + _code(row.option.words)
+                lines.append(f"| {option} | {_code(other.words)}, {row.because} | {legal} |")
     return "\n".join(lines) + "\n"
 
 

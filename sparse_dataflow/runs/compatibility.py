@@ -222,7 +222,7 @@ SETTINGS = (
         f"{LEGAL} uniform",
     ),
     Conflict(GIVEN_WEIGHTS, (_lacking("given"),), "which begins drawn", f"{LEGAL} none"),
-    Conflict(GIVEN_WEIGHTS, (SHARED,), "which begins with one block", f"{LEGAL} none"),
+    Conflict(GIVEN_WEIGHTS, (SHARED,), "which begins with one layer", f"{LEGAL} none"),
     Conflict(GIVEN_WEIGHTS, (NARROW,), "which has another width", f"{LEGAL} none"),
     Conflict(NO_WEIGHTS, (VARIANT,), "which names a model of a run", "a folder or name"),
     Conflict(NO_WEIGHTS, (TO_PATTERN,), "which prunes weights", "a folder or name"),

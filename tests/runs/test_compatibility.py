@@ -56,8 +56,8 @@ def test_an_executor_without_a_run_refuses_in_the_same_words():
 
 
 def devices_table():
-    """The table of the page: each option, what lacks it, and why."""
-    lines = ["| option | does not work with | because |", "|---|---|---|"]
+    """The table of the page: each option, and what lacks it for which reason."""
+    lines = ["| option | does not work with |", "|---|---|"]
     tables = core.TABLE, evolution_rows.ROWS, compatibility.SETTINGS, compatibility.PARALLEL
     by_words = {}
     for row in itertools.chain(*tables):
@@ -67,7 +67,7 @@ def devices_table():
         lacking = [each.words for each in PARALLELISMS if any(each in r.others for r in rows)]
         reasons = dict.fromkeys(row.because for row in rows)
         option = words if "`" in words or " " in words else f"`{words}`"
-        lines.append(f"| {option} | {', '.join(lacking)} | {'; '.join(reasons)} |")
+        lines.append(f"| {option} | {', '.join(lacking)}, {'; '.join(reasons)} |")
     return "\n".join(lines) + "\n"
 
 

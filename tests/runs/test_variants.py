@@ -37,7 +37,7 @@ SHARED = preset("pico").change(
     [
         ({"sparsity__pattern": "random"}, "pattern random gives each .*legal: .* such as monarch"),
         ({"sparsity__budget": "depth:2x,1x"}, "legal: another sparsity.budget"),
-        ({"run__init_from": "folder"}, "which begins with one block; legal with it: none"),
+        ({"run__init_from": "folder"}, "which begins with one layer; legal with it: none"),
     ],
 )
 def test_layers_that_cannot_share_a_block_are_refused(changes, words):
