@@ -54,7 +54,7 @@ class Options:
     optimizer: str = setting("muon", "Of the runs.", choices=OPTIMIZERS)
     studies: str = setting(
         "",
-        "Folders of experiments.serving_cost, comma separated; empty is the runs of this project.",
+        "Folders of serving_cost, comma separated; empty is the runs of this project.",
         path=True,
     )
     pareto: int = setting(

@@ -41,7 +41,7 @@ class Options:
     steps: int = setting(2000, "Optimizer steps of each training.", legal=AT_LEAST_ONE)
     seeds: int = setting(3, "Trainings of each kind.", legal=AT_LEAST_ONE)
     arms: tuple[str, ...] = setting(ARMS, "Trained beside the twins.", choices=ARMS)
-    tasks: str = setting("own", "As --tasks of experiments.evaluate.")
+    tasks: str = setting("own", "As --tasks of evaluate.")
     num_fewshot: tuple[int, ...] = setting(
         (0, 1, 5), "Numbers of examples in the prompt.", legal=AT_LEAST_ZERO
     )
