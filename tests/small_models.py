@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
@@ -11,7 +12,7 @@ from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.layout import FixedTables
-from sparse_dataflow.core.model import gpt, partition, stacks
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.runs.families import FAMILIES
 
@@ -95,7 +96,8 @@ def fixed(tables):
 
 def arbitrary_weights(config, seed=0, scale=0.2):
     """Returns the weights of random parameters, whose layouts may change."""
-    return partition.merged(arbitrary_params(config, seed, scale), tables_of(config))
+    tables = jax.tree.map(jnp.asarray, tables_of(config))
+    return weights_of(config, arbitrary_params(config, seed, scale), tables)
 
 
 def tokens_of(config, batch=4, length=11, seed=0):
@@ -108,7 +110,7 @@ whole_loss_and_gradients = jax.jit(whole.loss_and_gradients, static_argnums=0)
 
 
 def logits_of(config, params, tokens):
-    run = lambda p, t: whole.logits(config, weights_of(p, tables_of(config)), t)  # noqa: E731
+    run = lambda p, t: whole.logits(config, weights_of(config, p, tables_of(config)), t)  # noqa: E731
     return jax.jit(run)(params, tokens)
 
 

@@ -125,7 +125,7 @@ def logits(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
         >>> sd.logits(model, np.zeros((2, 8), np.int32)).shape
         (2, 8, 512)
     """
-    weights = weights_of(model.params)
+    weights = weights_of(model.model, model.params)
     return whole.logits(model.model, weights, _checked(tokens, 1))
 
 
@@ -148,7 +148,7 @@ def loss(model: Model, tokens: ArrayLike | Sequence) -> jax.Array:
     """
     model.model.refuse_bidirectional("sd.loss", "sd.logits, of each token from all others")
     batch = Batch.from_windows(_checked(tokens, 2)).weighted()
-    return whole.loss(model.model, weights_of(model.params), batch)
+    return whole.loss(model.model, weights_of(model.model, model.params), batch)
 
 
 def save(

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,10 @@ from sparse_dataflow.core.config.layer_groups import (
 )
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, partition, stacks
-from sparse_dataflow.core.model.projection import THRESHOLD, with_threshold
+from sparse_dataflow.core.model.projection import with_threshold
 from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.hadamard.transform import hadamard
-from sparse_dataflow.core.weights.weight import Thresholded
+from sparse_dataflow.core.weights.kind import THRESHOLD
 from sparse_dataflow.data.cache import TokenArray
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
@@ -75,15 +74,14 @@ def with_thresholds(model: Model, tokens: TokenArray, share: Share) -> Model:
     layers = stacks.weights(config, model.params)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)
-    no_base: Any = None
     blocks = split_groups(model.params["blocks"])
     for group, modules in zip(layer_groups(config), blocks, strict=True):
         group_levels = levels[group.layers.start : group.layers.stop]
         joined = {
             name: np.stack([layer[name] for layer in group_levels]) for name in group_levels[0]
         }
-        wrappers = {n: {THRESHOLD: Thresholded(no_base, level)} for n, level in joined.items()}
-        groups.append(partition.merged(wrappers, modules))
+        thresholds = {name: {THRESHOLD: level} for name, level in joined.items()}
+        groups.append(partition.merged(thresholds, modules))
     params = {**model.params, "blocks": join_groups(groups)}
     return dataclasses.replace(model, params=params)
 

@@ -97,7 +97,8 @@ def single_device_forward(trained: Model) -> Forward:
 
     @jax.jit
     def program(params, tokens, *selected):
-        weights, ours = weights_of(params, layouts), (array.reshape(-1) for array in selected)
+        weights = weights_of(trained.model, params, layouts)
+        ours = (array.reshape(-1) for array in selected)
         outputs = whole.token_scores(trained.model, weights, Batch(tokens), *ours)
         return tuple(output[None] for output in outputs)
 

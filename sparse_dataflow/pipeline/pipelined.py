@@ -32,7 +32,7 @@ from sparse_dataflow.core.executors.sharded import (
 )
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.projection import layer_weights, probe
+from sparse_dataflow.core.model.projection import layer_weights, with_probes
 from sparse_dataflow.core.model.stacks import layouts_by_name, map_placed_layouts, split_layouts
 from sparse_dataflow.pipeline import action_tables, pipeline
 from sparse_dataflow.pipeline.stages import (
@@ -158,8 +158,8 @@ class Pipelined(Sharded):
         shards = math.prod(self.mesh.shape[axis] for axis in axes)
 
         def probed(layer_config, norms, rest, x, batch):
-            probes = {name: probe(name, each, summed, rank.shard) for name, each in norms.items()}
-            layer = layer_weights(layer_config, merged(probes, rest))
+            # What is differentiated is the norms; all parameters are constants.
+            layer = with_probes(layer_weights(layer_config, rest), norms, summed, rank.shard)
             return gpt.block(layer_config, layer, x, batch, rank.shard, rank.attend)[0], {}
 
         def local(table, params, rest, batch):

@@ -19,7 +19,7 @@ from sparse_dataflow.core.executors.block_gradients import (
 from sparse_dataflow.core.executors.whole import micro_batches
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.projection import layer_weights, probe
+from sparse_dataflow.core.model.projection import layer_weights, with_probes
 from sparse_dataflow.core.model.stacks import layouts_by_name
 from sparse_dataflow.relay import relay_programs as programs
 
@@ -83,9 +83,8 @@ def _compiled(model, shape):
         params, opened = weights[0], opened_masks(weights[1])
 
         def block(x, norms, masked):
-            probes = {name: probe(name, each) for name, each in norms.items()}
-            layer = merged({**params, **masked}, merged(probes, opened))
-            linears = layer_weights(model, layer)
+            layer = layer_weights(model, merged({**params, **masked}, opened))
+            linears = with_probes(layer, norms)
             return gpt.block(model, linears, x, batch.map_rows(lambda rows: rows[0]))[0]
 
         # Under masks of ones, the gradients of these kernels are those of dense weights.

@@ -185,7 +185,7 @@ def test_a_student_of_itself_has_no_divergence():
     plain = float(
         whole.loss(
             MODEL,
-            weights_of(params, {}),
+            weights_of(MODEL, params, {}),
             Batch.from_windows(TOKENS, np.full((4, 8), 1 / 32, np.float32)),
         )
     )

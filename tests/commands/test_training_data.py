@@ -182,7 +182,7 @@ def test_packed_rows_have_the_losses_of_rows_of_one_example():
         masked = dataclasses.replace(model, mask_documents=pack)
         loss = jax.jit(functools.partial(whole.loss, masked))
         batches = AnswerEvalBatches(rows, 2, 31)
-        weights = weights_of(params)
+        weights = weights_of(masked, params)
         totals.append(sum(float(loss(weights, batch)) for batch in batches))
         counts.append((len(rows), batches.total_tokens))
     np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)

@@ -93,7 +93,7 @@ def test_generation_has_the_thresholds_of_the_whole_text(config):
     prompt = [3, 1, 4, 1, 5]
     [continuation] = generate(model, [prompt], max_new_tokens=6)
     text = np.asarray([prompt + continuation.tokens])
-    run = jax.jit(lambda params: whole.logits(config, weights_of(params), text))
+    run = jax.jit(lambda params: whole.logits(config, weights_of(config, params), text))
     logits = np.asarray(run(model.params))
     assert continuation.tokens == logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
 

@@ -52,7 +52,7 @@ def test_greedy_tokens_are_the_most_likely_tokens(config):
     prompts = draw_prompts((1, 4, 6))
     new = greedy_tokens(config, prompts, 8)
     logits = jax.jit(
-        lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
+        lambda params, tokens: whole.logits(config, weights_of(config, params, tables), tokens)
     )
     for prompt, added in zip(prompts, new):
         # The model is causal (core/model/test_gpt.py), so one pass gives the logits of all steps.

@@ -67,7 +67,9 @@ def test_a_choice_that_merges_into_its_context_is_scored_by_itself(harness, trai
 def test_rolling_predicts_every_token_once(harness, trained):
     model = trained("sparse")
     lm, encode = harness.harness_lm(model), model.tokenizer.encode
-    logits_of = jax.jit(lambda tokens: whole.logits(model.model, weights_of(model.params), tokens))
+    logits_of = jax.jit(
+        lambda tokens: whole.logits(model.model, weights_of(model.model, model.params), tokens)
+    )
     texts = ["the abcd of " * n for n in (12, 40)]
     values = lm.loglikelihood_rolling([make_request(text) for text in texts])
     for text, value in zip(texts, values):

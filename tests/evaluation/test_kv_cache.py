@@ -44,7 +44,7 @@ def test_incremental_logits_equal_those_of_the_complete_text(config):
     params, tables = random_model(config)
     weights = kv_cache.prepare(config, merged(params, tables))
     whole_logits = jax.jit(
-        lambda params, tokens: whole.logits(config, weights_of(params, tables), tokens)
+        lambda params, tokens: whole.logits(config, weights_of(config, params, tables), tokens)
     )
 
     @settings(max_examples=examples(10))

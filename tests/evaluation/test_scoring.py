@@ -30,7 +30,9 @@ def naive(trained):
     (tests/core/model/test_gpt.py).
     """
     logits_of = jax.jit(
-        lambda tokens: whole.logits(trained.model, weights_of(trained.params), tokens)[0]
+        lambda tokens: whole.logits(
+            trained.model, weights_of(trained.model, trained.params), tokens
+        )[0]
     )
 
     def score_single(before, after):

@@ -116,7 +116,7 @@ def random_model(config, seed=0):
 
 
 def logits(config, params, tables, ids):
-    run = jax.jit(lambda params, ids: whole.logits(config, weights_of(params, tables), ids))
+    run = jax.jit(lambda params, ids: whole.logits(config, weights_of(config, params, tables), ids))
     return np.asarray(run(params, ids))
 
 

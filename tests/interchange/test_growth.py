@@ -61,7 +61,7 @@ def test_the_first_loss_of_a_mixture_is_that_of_the_dense_model():
     start, state = begun(DENSE, new)
     weights = np.ones((2, 15), np.float32)
     losses = [
-        float(whole.loss(config, weights_of(params, {}), Batch.from_windows(IDS, weights)))
+        float(whole.loss(config, weights_of(config, params, {}), Batch.from_windows(IDS, weights)))
         for config, params in ((DENSE, start.params), (new, state.params))
     ]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

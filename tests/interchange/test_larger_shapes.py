@@ -123,7 +123,7 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
     @jax.jit
     def step(params, moments):
         batch = Batch.from_windows(IDS, weights)
-        compute = lambda params: whole.loss(new, weights_of(params, {}), batch)  # noqa: E731
+        compute = lambda params: whole.loss(new, weights_of(new, params, {}), batch)  # noqa: E731
         loss, gradients = jax.value_and_grad(compute)(params)
         rate = TRAINING.learning_rate
         updates, moments = optimizer.update(gradients, moments, params, learning_rate=rate)
@@ -134,7 +134,9 @@ def test_the_first_loss_is_equal_and_three_steps_part_the_copies():
         loss, params, moments = step(params, moments)
         losses.append(float(loss))
     expected = jax.jit(
-        lambda params: whole.loss(SMALL, weights_of(params, {}), Batch.from_windows(IDS, weights))
+        lambda params: whole.loss(
+            SMALL, weights_of(SMALL, params, {}), Batch.from_windows(IDS, weights)
+        )
     )(start.params)
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
     assert losses[0] > losses[1] > losses[2]

@@ -169,7 +169,7 @@ def test_a_card_begins_with_the_block_by_which_the_hub_lists_it(trained, form, c
 def test_numpy_reads_the_logits_of_the_sparse_form(tmp_path, config):
     params, tables = export(tmp_path / "model", "sparse", config)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, config.max_len, np.int32)
-    ours = np.asarray(whole.logits(config, weights_of(params, tables), ids[None]))[0]
+    ours = np.asarray(whole.logits(config, weights_of(config, params, tables), ids[None]))[0]
     theirs = numpy_reader.logits(*numpy_reader.load(tmp_path / "model"), ids)
     assert theirs.dtype == np.float32
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)

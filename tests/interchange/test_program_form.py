@@ -48,7 +48,7 @@ def greedy(logits, prompt, count):
 @pytest.mark.parametrize("config", some(READABLE, "gemma3"))
 def test_prompts_of_any_number_and_length_continue_as_in_the_model(tmp_path, config):
     params, tables = export(tmp_path / "model", "program", config)
-    model, weights = program(tmp_path / "model"), weights_of(params, tables)
+    model, weights = program(tmp_path / "model"), weights_of(config, params, tables)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (3, config.max_len), np.int32)
     ours = np.asarray(jax.jit(lambda ids: whole.logits(config, weights, ids))(ids))
     for rows, length in ((1, 5), (3, 9)):
@@ -110,7 +110,7 @@ def test_low_rank_weights_have_programs(tmp_path):
     config = READABLE["dense"].with_linears(LinearSpec("low_rank", density=0.5))
     params, tables = export(tmp_path / "model", "program", config)
     prompt = [3, 1, 4, 1, 5]
-    weights = weights_of(params, tables)
+    weights = weights_of(config, params, tables)
     ours = greedy(lambda ids: np.asarray(whole.logits(config, weights, ids)), prompt, 4)
     assert program(tmp_path / "model").generate([prompt], 4)[0].tolist() == ours
 

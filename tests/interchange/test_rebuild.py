@@ -37,9 +37,11 @@ def start_of(config):
 
 
 def error(start, model, state):
-    exact = whole_logits(start.model, weights_of(start.params), OTHERS)
+    exact = whole_logits(start.model, weights_of(start.model, start.params), OTHERS)
     tables = jax.tree.map(np.asarray, state.rest)
-    return np.linalg.norm(whole_logits(model, weights_of(state.params, tables), OTHERS) - exact)
+    return np.linalg.norm(
+        whole_logits(model, weights_of(model, state.params, tables), OTHERS) - exact
+    )
 
 
 @pytest.mark.parametrize("prune_to", some(["blocks", "pattern"], "blocks"))
@@ -103,9 +105,9 @@ def test_masked_weights_are_fitted_under_their_mask(spec, masked_before):
         state = initial_state_from(start, after, TRAINING, calibration=BATCHES, prune_by=prune_by)
         masks = host_masks(after, state.rest)
         merged = partition.merged(state.params, state.rest)
-        exact = whole_logits(before, weights_of(start.params), OTHERS)
+        exact = whole_logits(before, weights_of(before, start.params), OTHERS)
         errors[prune_by] = np.linalg.norm(
-            whole_logits(after, weights_of(merged, {}), OTHERS) - exact
+            whole_logits(after, weights_of(after, merged, {}), OTHERS) - exact
         )
         for name in names:
             kernel = np.asarray(state.params["blocks"][name]["kernel"])
@@ -153,22 +155,24 @@ def narrowed(config, start, density):
 )
 def test_a_narrow_model_makes_up_for_its_heads_and_features(config):
     start = start_of(config)
-    exact = whole_logits(config, weights_of(start.params), OTHERS)
+    exact = whole_logits(config, weights_of(config, start.params), OTHERS)
     model, params = narrowed(config, start, 0.5)
     assert model.d_ff == config.d_ff // 2
     assert model.num_heads == config.num_heads // 2
-    logits = whole_logits(model, weights_of(params, {}), OTHERS)
+    logits = whole_logits(model, weights_of(model, params, {}), OTHERS)
     zeros = jax.tree.map(np.zeros_like, start.params["blocks"])
-    nothing = whole_logits(config, weights_of({**start.params, "blocks": zeros}, {}), OTHERS)
+    nothing = whole_logits(
+        config, weights_of(config, {**start.params, "blocks": zeros}, {}), OTHERS
+    )
     assert np.linalg.norm(logits - exact) < np.linalg.norm(nothing - exact)
 
 
 def test_all_heads_and_features_give_the_same_function():
     start = start_of(LLAMA)
     model, params = narrowed(LLAMA, start, 1.0)
-    exact = whole_logits(LLAMA, weights_of(start.params), OTHERS)
+    exact = whole_logits(LLAMA, weights_of(LLAMA, start.params), OTHERS)
     np.testing.assert_allclose(
-        whole_logits(model, weights_of(params, {}), OTHERS), exact, atol=1e-3
+        whole_logits(model, weights_of(model, params, {}), OTHERS), exact, atol=1e-3
     )
 
 

@@ -28,7 +28,7 @@ def reader(folder):
 def test_logits_are_ours(tmp_path, config):
     params, tables = export(tmp_path / "model", "sparse", config)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, config.max_len))
-    ours = whole.logits(config, weights_of(params, tables), ids.astype(np.int32))
+    ours = whole.logits(config, weights_of(config, params, tables), ids.astype(np.int32))
     with torch.no_grad():
         theirs = reader(tmp_path / "model")(torch.tensor(ids))
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-4)

@@ -131,10 +131,12 @@ def test_a_phase_computes_the_model_without_the_features(model):
             kernel = kernel.at[layer, positions[start + layer]].set(0)
         group["mlp_out"]["kernel"], start = kernel, start + len(kernel)
     batch = Batch.from_windows(jnp.asarray(TOKENS), jnp.full((4, 8), 1 / 32))
-    weights = lambda s: stacks.fixed_layouts(s.merged)  # noqa: E731
-    right = whole.loss(model, weights(state._replace(params=params)), batch)
+    weights = lambda model, s: stacks.weights_of(model, s.merged)  # noqa: E731
+    right = whole.loss(model, weights(model, state._replace(params=params)), batch)
     out = omission.leave_out(state, narrow, positions)
-    assert float(whole.loss(narrow, weights(out), batch)) == pytest.approx(float(right), rel=1e-6)
+    assert float(whole.loss(narrow, weights(narrow, out), batch)) == pytest.approx(
+        float(right), rel=1e-6
+    )
 
 
 def test_magnitudes_are_the_mean_absolute_hidden_features():

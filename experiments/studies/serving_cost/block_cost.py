@@ -172,7 +172,7 @@ def loss(model: ModelConfig, params: object, windows: np.ndarray) -> float:
     losses = [
         whole.loss(
             model,
-            weights_of(params),
+            weights_of(model, params),
             Batch.from_windows(jnp.asarray(each), jnp.ones(each[:, 1:].shape)),
         )
         for each in groups

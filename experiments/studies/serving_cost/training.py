@@ -219,7 +219,8 @@ def _program(model, optimizer, vector_rate, teacher_model):
     def loss_and_gradients(params, masks, batch, teacher, weight):
         masked = jax.tree.map(jnp.multiply, params, masks)
         if teacher_model:
-            hidden = whole.hidden_states(teacher_model, weights_of(teacher), batch.tokens)
+            weights = weights_of(teacher_model, teacher)
+            hidden = whole.hidden_states(teacher_model, weights, batch.tokens)
             hidden, output = gpt.output_layer(teacher["head"], teacher["embed"]["tokens"], hidden)
             batch = dataclasses.replace(batch, teacher_hidden=hidden, teacher=(output, weight))
         metrics, gradients = whole.loss_and_gradients(model, masked, (), batch)
@@ -248,7 +249,7 @@ def _program(model, optimizer, vector_rate, teacher_model):
     def losses(params, windows):
         def body(total, rows):
             batch = Batch.from_windows(rows).weighted()
-            return total + whole.loss(model, weights_of(params), batch), None
+            return total + whole.loss(model, weights_of(model, params), batch), None
 
         return jax.lax.scan(body, jnp.zeros(()), windows)[0] / len(windows)
 

@@ -15,14 +15,14 @@ from sparse_dataflow.core.config.layer_groups import join_groups, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import sharding, whole
-from sparse_dataflow.core.model.partition import ArrayTree, merged
-from sparse_dataflow.core.model.projection import probe
+from sparse_dataflow.core.model.partition import ArrayTree
+from sparse_dataflow.core.model.projection import with_probes
 from sparse_dataflow.core.model.stacks import layouts_by_name, map_arrays
 
 
 def block_gradient_norms(
     model: ModelConfig,
-    params: dict,
+    weights: dict,
     batch: Batch,
     rank: whole.Rank = whole.SINGLE_RANK,
     axes: tuple[str, ...] = (),
@@ -33,7 +33,7 @@ def block_gradient_norms(
     of one projection of one layer at a time and keeps only its block norms.
 
     Args:
-      params: all parameters, trained and not, with layouts that may change.
+      weights: see `stacks.weights_of`; layouts may change.
       batch: the rank's rows.
       rank: device whose weights these are.
       axes: axes of `shard_map` that shard the rows.
@@ -43,20 +43,18 @@ def block_gradient_norms(
     """
     zeros = [
         {name: jnp.zeros(layout.grid, jnp.float32) for name, layout in group.items()}
-        for group in split_groups(layouts_by_name(params))
+        for group in split_groups(layouts_by_name(weights))
     ]
     # Devices of "context" have other tokens of the same rows, so x^T dy is a sum over them too.
     summed = axes if rank.context is None else (*axes, rank.context.axis)
     shares = math.prod(lax.axis_size(axis) for axis in axes)
 
     def loss(norms):
-        probes = [
-            {name: probe(name, each, summed, rank.shard) for name, each in group.items()}
-            for group in norms
+        groups = [
+            with_probes(group, each, summed, rank.shard)
+            for group, each in zip(split_groups(weights["blocks"]), norms, strict=True)
         ]
-        # A probe lies beside the arrays of its weight, so executors carry it through scans as a
-        # leaf.
-        probed = merged({"blocks": join_groups(probes)}, params)
+        probed = {**weights, "blocks": join_groups(groups)}
         return whole.loss(model, probed, batch.weighted(shares), rank)
 
     # The loss does not depend on these zeros. A `Probed` weight returns the norms of xᵀ dy as their

@@ -12,8 +12,13 @@ from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.whole import Accumulation
-from sparse_dataflow.core.model.partition import merged, without_left_out
-from sparse_dataflow.core.model.stacks import fixed_layouts, layouts_by_place, split_layouts
+from sparse_dataflow.core.model.partition import without_left_out
+from sparse_dataflow.core.model.stacks import (
+    fixed_layouts,
+    layouts_by_place,
+    split_layouts,
+    weights_of,
+)
 from sparse_dataflow.core.optim.optimizers import TrainState, gradient_arrays
 from sparse_dataflow.core.step_metrics import Metrics
 
@@ -157,7 +162,7 @@ class TracedExecutor(Executor):
 
     def evaluation(self, model: ModelConfig, params: dict, rest: object, batch: Batch) -> Metrics:
         """Returns `whole.evaluation` of the whole batch."""
-        return whole.evaluation(model, merged(params, rest), batch)
+        return whole.evaluation(model, weights_of(model, params, rest), batch)
 
     def loss_and_gradients(
         self, model: ModelConfig, params: dict, rest: object, batch: Batch, how: Accumulation
@@ -171,7 +176,7 @@ class TracedExecutor(Executor):
         """Returns `block_gradients.block_gradient_norms` in canonical order."""
         from sparse_dataflow.core.executors.block_gradients import block_gradient_norms
 
-        return block_gradient_norms(model, merged(params, rest), batch)
+        return block_gradient_norms(model, weights_of(model, params, rest), batch)
 
     def growth_norms(
         self, model: ModelConfig, params: dict, rest: object, batch: Batch

@@ -96,7 +96,7 @@ class Sharded(TracedExecutor):
         rank, specs, _ = self._rank(model, params, rest)
 
         def local(params, rest, batch):
-            share = whole.evaluation(model, local_weights(params, rest), batch, rank)
+            share = whole.evaluation(model, _local_weights(model, params, rest), batch, rank)
             return step_metrics.over_devices(share, self.mesh.axis_names)
 
         return self._mapped(local, (*specs, P(BATCH_AXES)), P())(params, rest, batch)
@@ -110,7 +110,8 @@ class Sharded(TracedExecutor):
 
         def local(params, rest, batch, places, targets):
             ours = batch, places[0], targets[0]
-            scores = whole.token_scores(model, local_weights(params, rest), *ours, rank)
+            weights = _local_weights(model, params, rest)
+            scores = whole.token_scores(model, weights, *ours, rank)
             return tuple(score[None] for score in scores)
 
         rows = P(BATCH_AXES)
@@ -143,7 +144,8 @@ class Sharded(TracedExecutor):
         axes = self._measured_axes(batch)
 
         def local(params, rest, batch):
-            norms = block_gradient_norms(model, local_weights(params, rest), batch, rank, axes)
+            weights = _local_weights(model, params, rest)
+            norms = block_gradient_norms(model, weights, batch, rank, axes)
             return self._summed_strips(norms)
 
         out_specs = norm_specs(split_groups(stacks.layouts_by_name(rest))[0])
@@ -395,9 +397,9 @@ def norm_specs(projections):
     return {name: column if name in COLUMN_PARALLEL else row for name in projections}
 
 
-def local_weights(params, rest):
-    """Returns all parameters of a device, trained and not, in one tree."""
-    return partition.merged(params, local_layouts(rest))
+def _local_weights(model, params, rest):
+    """Returns the weights of a device."""
+    return stacks.weights_of(model, params, local_layouts(rest))
 
 
 def local_layouts(rest):

@@ -32,9 +32,8 @@ from sparse_dataflow.core.executors.mesh import (
 from sparse_dataflow.core.executors.mesh_axes import key_value_copies
 from sparse_dataflow.core.executors.state_roles import dotted_path, parameter_shapes, roles
 from sparse_dataflow.core.executors.whole import GATHERED
-from sparse_dataflow.core.layouts.layout import LayoutTables
 from sparse_dataflow.core.model.partition import ArrayTree
-from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, leaf_of
+from sparse_dataflow.core.weights.kind import BIAS, LAYOUT, array_path, leaf_of
 from sparse_dataflow.files.errors import UserError
 
 COLUMN_PARALLEL = tuple(name for name in PROJECTIONS if name not in ROW_PARALLEL)
@@ -217,28 +216,21 @@ def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     Its transpose reduce-scatters the gradient in float32.
 
     Args:
-      params: a section's shards; of one layer if the specs are of one.
+      params: a section's shards, or the weights of these; of one layer if the specs are of one.
       specs: partition specs of the params; what has none, such as a layout, stays as it is.
     """
-    if isinstance(params, LayoutTables):
-        return params
-    if isinstance(params, tuple):
-        return tuple(gather(*each, dtype) for each in zip(params, specs, strict=True))
-    if isinstance(params, dict):
-        return {
-            name: gather(part, specs[name], dtype) if name in specs else part
-            for name, part in params.items()
-        }
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    by_path = {dotted_path(array_path(path)): spec for path, spec in leaves}
 
-    def gather_leaf(leaf, spec):
-        for dim, entry in enumerate(spec):
+    def gather_leaf(path, leaf):
+        for dim, entry in enumerate(by_path.get(dotted_path(array_path(path)), ())):
             if axes := _state_axes(entry):
                 # int8 numbers are cast where they are multiplied, and a mask is no number.
                 to = jnp.dtype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
                 return checkpoint_name(_all_gather(leaf, dim, to, axes), GATHERED)
         return leaf
 
-    return jax.tree.map(gather_leaf, params, specs)
+    return jax.tree_util.tree_map_with_path(gather_leaf, params)
 
 
 def gathered_specs(model: ModelConfig, specs: dict, exchange: bool) -> dict:

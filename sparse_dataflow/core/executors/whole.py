@@ -19,8 +19,6 @@ from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import with_prompt
-from sparse_dataflow.core.model.partition import merged
-from sparse_dataflow.core.model.projection import layer_weights
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import self_attention
@@ -74,8 +72,8 @@ class Rank:
     Attributes:
       shard: the device's shard of every section.
       batch_shards: number of shards of a batch's rows.
-      gather: (section name, its sharded params, index of its layer group if a block) -> params to
-        compute with, named GATHERED if they come from other devices; None if params are whole.
+      gather: (section name, its sharded weights, index of its layer group if a block) -> weights
+        to compute with, named GATHERED if they come from other devices; None if they are whole.
       collect: gradients of a micro-batch, sharded as the params -> as accumulated.
       context: the device's tokens; None if it has all tokens of its rows.
       sub_batches: parts of the rows that pass through each block side by side.  No part depends on
@@ -98,10 +96,10 @@ class Rank:
         """Returns the device's tokens of [B, T, ...]."""
         return array if self.context is None else self.context.local_tokens(array)
 
-    def section(self, params: dict, name: str, group: int = 0) -> dict:
-        """Returns the params of a section to compute with; a block belongs to a layer group."""
-        params = jax.tree.map(_with_gradient, params[name], is_leaf=_traced)
-        return params if self.gather is None else self.gather(name, params, group)
+    def section(self, weights: dict, name: str, group: int = 0) -> dict:
+        """Returns the weights of a section to compute with; a block belongs to a layer group."""
+        section = jax.tree.map(_with_gradient, weights[name], is_leaf=_traced)
+        return section if self.gather is None else self.gather(name, section, group)
 
 
 SINGLE_RANK = Rank()
@@ -147,7 +145,7 @@ _rounded.defvjp(
 
 def apply_blocks(
     config: ModelConfig,
-    params: dict,
+    weights: dict,
     x_BxTxD: jax.Array,
     rank: Rank = SINGLE_RANK,
     batch: Batch = NO_BATCH,
@@ -166,9 +164,9 @@ def apply_blocks(
       (residual stream [B, T, D], metrics of the blocks stacked over the layers).
     """
     metrics = []
-    unrolled = unrolls(config, params, rank)
+    unrolled = unrolls(config, weights, rank)
     # jax.checkpoint traces concrete tables, whose groups would be lost with them.
-    blocks = stacks.with_groups(params["blocks"])
+    blocks = stacks.with_groups(weights["blocks"])
     kinds = remat.kinds(config.remat, config.num_layers)
     models = [layer_model(config, layer) for layer in range(config.num_layers)]
     xs, batches = sub_batches(rank, x_BxTxD, batch.for_blocks())
@@ -267,11 +265,11 @@ def _scan(run, loops, x, stacked):
 
 
 def _layer(config, rank, group, batches, kind):
-    """Returns a function (xs, parameters of a layer) -> (xs, metrics), with the remat policy of a
+    """Returns a function (xs, weights of a layer) -> (xs, metrics), with the remat policy of a
     kind; `xs` and `batches` are lists over parts of the rows."""
 
     def run(xs, layer):
-        weights = layer_weights(config, rank.section({"blocks": layer}, "blocks", group))
+        weights = rank.section({"blocks": layer}, "blocks", group)
         block = functools.partial(gpt.block, config, weights)
         return run_sub_batches(lambda x, at: block(x, at, rank.shard, rank.attend), xs, batches)
 
@@ -318,7 +316,7 @@ UNROLL_CHIP_LAYERS = 48
 """Maximum number of layers that a program of one GPU or TPU unrolls."""
 
 
-def unrolls(config: ModelConfig, params: object, rank: Rank = SINGLE_RANK) -> bool:
+def unrolls(config: ModelConfig, weights: object, rank: Rank = SINGLE_RANK) -> bool:
     """Returns whether `apply_blocks` unrolls: for a shallow model on a CPU, and on a single GPU or
     TPU where no layer recomputes.
 
@@ -329,7 +327,7 @@ def unrolls(config: ModelConfig, params: object, rank: Rank = SINGLE_RANK) -> bo
     if not dispatch.on(platforms.HOST):
         keeps_all = set(remat.kinds(config.remat, config.num_layers)) == {"none"}
         return rank is SINGLE_RANK and keeps_all and config.num_layers <= UNROLL_CHIP_LAYERS
-    deepest = UNROLL_CHANGING_LAYERS if stacks.has_changing_layouts(params) else UNROLL_LAYERS
+    deepest = UNROLL_CHANGING_LAYERS if stacks.has_changing_layouts(weights) else UNROLL_LAYERS
     return config.num_layers <= deepest
 
 
@@ -361,22 +359,22 @@ class Accumulation:
     dtype: str = "float32"
 
 
-def loss(config: ModelConfig, params: dict, batch: Batch, rank: Rank = SINGLE_RANK):
+def loss(config: ModelConfig, weights: dict, batch: Batch, rank: Rank = SINGLE_RANK):
     """Returns the rank's share of the sum of weighted next-token losses: float32 [], in nats.
 
     Args:
-      params: all parameters, trained and not, with their layouts.
+      weights: see `stacks.weights_of`.
       batch: with weights of the targets.
       rank: device whose rows and weights these are.
     """
-    return measured_loss(config, params, batch, rank)[0]
+    return measured_loss(config, weights, batch, rank)[0]
 
 
 def evaluation(
-    config: ModelConfig, params: dict, batch: Batch, rank: Rank = SINGLE_RANK
+    config: ModelConfig, weights: dict, batch: Batch, rank: Rank = SINGLE_RANK
 ) -> Metrics:
     """Returns the rank's share of the metrics of the head, "loss" and what it scores besides."""
-    return evaluated(measured_loss(config, params, batch, rank, scored=True)[1])
+    return evaluated(measured_loss(config, weights, batch, rank, scored=True)[1])
 
 
 def evaluated(metrics: Metrics) -> Metrics:
@@ -386,7 +384,7 @@ def evaluated(metrics: Metrics) -> Metrics:
 
 def measured_loss(
     config: ModelConfig,
-    params: dict,
+    weights: dict,
     batch: Batch,
     rank: Rank = SINGLE_RANK,
     padded: bool = False,
@@ -397,9 +395,9 @@ def measured_loss(
 
     Where rows are `padded`, ends of text before an end of text have no experts.
     """
-    embed, head = (rank.section(params, name) for name in ("embed", "head"))
+    embed, head = (rank.section(weights, name) for name in ("embed", "head"))
     batch = local_batch(config, batch, rank, padded)
-    x, table, metrics = _residual(config, embed, params, batch, rank)
+    x, table, metrics = _residual(config, embed, weights, batch, rank)
     with jax.named_scope("head"):
         total, head_metrics = gpt.head_loss(config, head, table, x, batch, rank.shard, scored)
     return total, {**head_metrics, **metrics}
@@ -431,13 +429,13 @@ def local_batch(
     return dataclasses.replace(batch.with_rows(local), positions=rank.context.positions(length))
 
 
-def _residual(config, embed, params, batch, rank):
+def _residual(config, embed, weights, batch, rank):
     """Returns the residual stream [B, T, D] after all blocks, the token embedding, and the blocks'
     metrics."""
     with jax.named_scope("embed"):
         x, table = gpt.embed_and_table(config, embed, batch.tokens, batch, rank.shard)
     with jax.named_scope("blocks"):
-        x, metrics = apply_blocks(config, params, x, rank, batch)
+        x, metrics = apply_blocks(config, weights, x, rank, batch)
     return x, table, metrics
 
 
@@ -486,16 +484,16 @@ def _real(config, batch):
     return jnp.ones_like(ends) if config.bidirectional else ~ends
 
 
-def hidden_states(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
+def hidden_states(config: ModelConfig, weights: dict, tokens: jax.Array) -> jax.Array:
     """Returns the normalised hidden states [B, T, D] of int32 [B, T] tokens."""
     batch = local_batch(config, Batch(tokens))
-    x, _, _ = _residual(config, params["embed"], params, batch, SINGLE_RANK)
-    return gpt.head(config, params["head"], x)[:, config.prompt_vectors :]
+    x, _, _ = _residual(config, weights["embed"], weights, batch, SINGLE_RANK)
+    return gpt.head(config, weights["head"], x)[:, config.prompt_vectors :]
 
 
 def token_scores(
     config: ModelConfig,
-    params: dict,
+    weights: dict,
     batch: Batch,
     places: jax.Array,
     targets: jax.Array,
@@ -512,13 +510,13 @@ def token_scores(
     Returns:
       (float32 [S] losses in nats, bool [S]).
     """
-    embed, head = (rank.section(params, name) for name in ("embed", "head"))
+    embed, head = (rank.section(weights, name) for name in ("embed", "head"))
     if config.bidirectional:
         batch = _without_padding(config, batch)
     # Each row has the prompt vectors in front of its tokens.
     places = places + config.prompt_vectors * (1 + places // batch.tokens.shape[1])
     local = local_batch(config, batch, rank)
-    x, _, _ = _residual(config, embed, params, local, rank)
+    x, _, _ = _residual(config, embed, weights, local, rank)
     if rank.context is not None:
         # Places count in the whole sequence: all tokens are put in order, and cut over "tensor"
         # again.
@@ -535,11 +533,11 @@ def _without_padding(config, batch):
     return dataclasses.replace(batch, tokens=tokens, documents=documents)
 
 
-def logits(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
+def logits(config: ModelConfig, weights: dict, tokens: jax.Array) -> jax.Array:
     """Returns float32 [B, T, vocab] logits for int32 [B, T] tokens."""
     batch = local_batch(config, Batch(tokens))
-    x, _, _ = _residual(config, params["embed"], params, batch, SINGLE_RANK)
-    return gpt.logits(config, params, x[:, config.prompt_vectors :])
+    x, _, _ = _residual(config, weights["embed"], weights, batch, SINGLE_RANK)
+    return gpt.logits(config, weights, x[:, config.prompt_vectors :])
 
 
 def loss_and_gradients(
@@ -568,8 +566,8 @@ def loss_and_gradients(
 
     def micro_batch(params, rows):
         def share(gradients):
-            traced = merged(jax.tree.map(Traced, params, gradients), rest)
-            value, metrics = measured_loss(config, traced, batch.with_rows(rows), rank, padded)
+            weights = stacks.weights_of(config, jax.tree.map(Traced, params, gradients), rest)
+            value, metrics = measured_loss(config, weights, batch.with_rows(rows), rank, padded)
             if config.experts:
                 from sparse_dataflow.core.model.experts import auxiliary_loss
 

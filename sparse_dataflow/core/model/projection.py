@@ -1,6 +1,7 @@
 """The projections of a model as weights: their layouts, their drawing, their stored names."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparse_dataflow.core.config.model import ModelConfig
-from sparse_dataflow.core.config.projections import KEY_VALUE, PROJECTIONS
+from sparse_dataflow.core.config.projections import KEY_VALUE, PRECISIONS, PROJECTIONS
 from sparse_dataflow.core.model.shard import UNSHARDED, Shard
-from sparse_dataflow.core.weights.kind import BIAS_NAME, LAYOUT, Weight, Wrapper, with_term
+from sparse_dataflow.core.weights.kind import BIAS_NAME, LAYOUT, THRESHOLD, Weight, with_term
 from sparse_dataflow.core.weights.weight import Hadamard, Linear, Probed, Thresholded
 
 
@@ -23,14 +24,13 @@ def linear(config: ModelConfig, projection: str, arrays: dict, form: Any = None)
 
     Args:
       arrays: the arrays, also stacked over layers or experts, of any dtype; with the layout of a
-        weight that stores blocks, and wrappers of the stored weight without a base.
+        weight that stores blocks, and its threshold if it has one.
       form: class that stores the arrays; that of the spec if None.
     """
     spec = config.linear(projection)
     weight = (form or spec.weight.form(spec)).from_arrays(arrays, config.precision)
-    for wrapper in arrays.values():
-        if isinstance(wrapper, Wrapper):
-            weight = wrapper.around(weight)
+    if THRESHOLD in arrays:
+        weight = Thresholded(weight, arrays[THRESHOLD])
     if spec.hadamard:
         weight = Hadamard(weight, spec.hadamard)
     return Linear(with_term(spec, weight, arrays), arrays.get(BIAS_NAME))
@@ -50,45 +50,47 @@ def _is_layout(path):
 def layer_weights(
     config: ModelConfig, params: Mapping[str, dict], others: Mapping[str, dict] = {}
 ) -> dict:
-    """Returns the parameters of one layer with each projection as a `Linear`.
+    """Returns the parameters of a layer, or of a stack, with each projection as a `Linear`.
 
     Args:
       params: parameters of the layer, see `gpt`.
-      others: projection -> what its weight shares with that of the section around it: the expert
-        that all tokens have has the layouts of the experts.
+      others: section around it, whose layouts its weights have: the expert that all tokens have
+        has those of the experts.
     """
-    shared = {
-        name: {n: part for n, part in module.items() if n == LAYOUT or isinstance(part, Wrapper)}
-        for name, module in params.items()
-        if name in PROJECTIONS
-    }
 
     def weights(name, module):
         if name in PROJECTIONS:
-            return linear(config, name, {**others.get(name, {}), **module})
+            layout = {n: array for n, array in others.get(name, {}).items() if n == LAYOUT}
+            return linear(config, name, {**layout, **module})
         if name in ("experts", "shared"):
-            return layer_weights(config, module, shared)
+            return layer_weights(config, module, params)
         return module
 
     return {name: weights(name, module) for name, module in params.items()}
 
 
-PROBE, THRESHOLD = "probe", "threshold"
-"""Keys of wrappers beside the arrays of a weight."""
-
-
-def probe(
-    projection: str, norms: jax.Array, axes: tuple[str, ...] = (), shard: Shard = UNSHARDED
-) -> dict[str, Wrapper]:
-    """Returns a `Probed` weight without its base, which goes beside the arrays of a projection.
+def with_probes(
+    weights: dict,
+    norms: Mapping[str, jax.Array],
+    axes: tuple[str, ...] = (),
+    shard: Shard = UNSHARDED,
+) -> dict:
+    """Returns the weights of a layer, or of a stack, with `Probed` projections.
 
     Args:
-      norms: see `Probed`, also for `axes`.
-      shard: shard of a projection in KEY_VALUE, whose gradient is summed over its copies.
+      weights: see `layer_weights`.
+      norms: projection -> its norms; see `Probed`, also for `axes`.
+      shard: of the projections in KEY_VALUE, whose gradients are summed over their copies.
     """
-    copied = projection in KEY_VALUE and shard.kv_copies > 1
-    no_base: Any = None
-    return {PROBE: Probed(no_base, norms, axes, shard.sum_copies if copied else None)}
+
+    def probed(name, stored):
+        copied = name in KEY_VALUE and shard.kv_copies > 1
+        # Quantised products are measured without their rounding.
+        exact = dataclasses.replace(stored, precision=PRECISIONS[0])
+        return Probed(exact, norms[name], axes, shard.sum_copies if copied else None)
+
+    probes = {n: _with_stored(weights[n], functools.partial(probed, n)) for n in norms}
+    return {**weights, **probes}
 
 
 def without_layout(linear: Linear) -> Linear:

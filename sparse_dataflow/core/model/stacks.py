@@ -25,7 +25,7 @@ from sparse_dataflow.core.layouts.layout import (
 from sparse_dataflow.core.model import partition
 from sparse_dataflow.core.model.partition import ArrayTree, part
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.weights.kind import LAYOUT, leaf_of
+from sparse_dataflow.core.weights.kind import LAYOUT, array_path, leaf_of
 
 Layouts = dict[str, list[BlockLayout]]
 """Block-sparse projection -> its layout in each layer."""
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 
 def place_of(path: tuple) -> Place:
     """Returns the place of an array of a projection by its `jax.tree_util` path."""
-    return Place(group_index_of_path(path), path[-2].key)
+    return Place(group_index_of_path(path), array_path(path)[-2].key)
 
 
 def layouts_by_place(tree: object) -> dict[Place, LayoutTables]:
@@ -219,12 +219,17 @@ def fixed_layouts(tree: object) -> ArrayTree:
 
 def has_changing_layouts(tree: object) -> bool:
     """Returns whether a program that takes the tree does not know its layouts."""
-    leaves = jax.tree.leaves(split_layouts(tree)[1])
-    return any(not isinstance(table, np.ndarray) for table in leaves)
+    layouts = filter(_is_layout, jax.tree.leaves(tree, is_leaf=_is_layout))
+    # Fixed layouts have no leaves.
+    return any(not isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(list(layouts)))
 
 
-def weights_of(params: object, rest: object = ()) -> ArrayTree:
-    """Returns all parameters of a model, trained and not, in one tree, whose layouts are fixed
-    where their tables are in numpy."""
+def weights_of(config: ModelConfig, params: object, rest: object = ()) -> dict:
+    """Returns all parameters of a model, trained and not, with the `layer_weights` of each group.
+
+    Layouts are fixed where their tables are in numpy.
+    """
     tree = partition.merged(params, rest)
-    return tree if has_changing_layouts(tree) else fixed_layouts(tree)
+    tree = tree if has_changing_layouts(tree) else fixed_layouts(tree)
+    groups = [layer_weights(config, group) for group in split_groups(tree["blocks"])]
+    return {**tree, "blocks": join_groups(groups)}

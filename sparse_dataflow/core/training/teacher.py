@@ -77,7 +77,7 @@ class Teacher:
         arrays, layouts = split_layouts(self.params)
 
         def hidden(params, tokens):
-            weights = weights_of(params, layouts)
+            weights = weights_of(config, params, layouts)
             # One after another, so that the activations of one micro-batch are in memory at once.
             parts = tokens.reshape(training.micro_batches, -1, tokens.shape[1])
             states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)

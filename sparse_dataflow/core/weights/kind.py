@@ -110,6 +110,9 @@ experts, in float32 whatever the compute dtype."""
 LAYOUT = "layout"
 """Which blocks a weight stores: an array of its tree, and a `BlockLayout` or its tables."""
 
+THRESHOLD = "threshold"
+"""Level of a `Thresholded` projection, among its arrays."""
+
 LEAF = "leaf"
 """Key of a `Leaf` in the metadata of a dataclass field, which makes the field an array."""
 
@@ -344,10 +347,6 @@ class Wrapper(Weight):
         """See `Weight`; W of the base, where the wrapper does not change it."""
         return self.base.dense()
 
-    def around(self, base: Weight) -> "Wrapper":
-        """Returns the wrapper with another base; its own may be None."""
-        return dataclasses.replace(self, base=base)  # type: ignore[type-var]
-
     def map_stored(self, function: Callable[[Weight], Weight]) -> Weight:
         return dataclasses.replace(self, base=self.base.map_stored(function))  # type: ignore[type-var]
 
@@ -428,8 +427,8 @@ def register_term(setting: str) -> Callable[[Kind], Kind]:
 
 
 def _check_names(weight):
-    # The arrays of a weight, of its added term and its bias lie side by side.
-    reserved = {BIAS_NAME, *([] if weight.stores_blocks else [LAYOUT])}
+    # The arrays of a weight, of its added term, its bias and its threshold lie side by side.
+    reserved = {BIAS_NAME, THRESHOLD, *([] if weight.stores_blocks else [LAYOUT])}
     reserved.update(*(term.leaves() for term in ADDED_TERMS.values()))
     if names := reserved & weight.leaves().keys():
         raise UserError(
@@ -456,3 +455,10 @@ def leaf_of(model: "ModelConfig", path: tuple) -> Leaf | None:
     if projection not in PROJECTIONS:
         return None
     return model.linear(projection).leaves.get(getattr(key, "key", ""))
+
+
+def array_path(path: tuple) -> tuple:
+    """Returns the `jax.tree_util` path of an array in the params from its path in their weights:
+    without the fields that hold a weight, such as its base."""
+    last = len(path) - 1
+    return tuple(key for i, key in enumerate(path) if i == last or not hasattr(key, "name"))

@@ -8,8 +8,6 @@ A layout is a leaf of its weight.  `LayoutTables` are arrays: a program takes an
 shapes.  A `BlockLayout`, or `FixedTables` of several layers, is metadata of the tree, so a program
 is specialised to it.  Numpy tables are constants of a program.
 
-A wrapper without a base may lie beside the arrays of a weight, which it wraps.
-
 Parameters are cast to the dtype of x.  In shapes, ... are the axes of a stack.
 """
 
@@ -21,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.remat import PROJECTION_OUTPUT
 from sparse_dataflow.core.ops.derivatives import broadcast_like
 from sparse_dataflow.core.weights.kind import CLASSES, METADATA, ON_REGISTER, Weight, Wrapper
@@ -106,10 +103,6 @@ class Probed(Wrapper):
     norms: jax.Array
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata=METADATA)
     sum_copies: "SumCopies | None" = dataclasses.field(default=None, metadata=METADATA)
-
-    def around(self, base):
-        """See `Wrapper`; quantised products are measured without their rounding."""
-        return super().around(dataclasses.replace(base, precision=PRECISIONS[0]))
 
     def __rmatmul__(self, x):
         from sparse_dataflow.core.weights.gradient_norms import with_gradient_norms

@@ -28,7 +28,6 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.projection import layer_weights
-from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner import memory
@@ -193,9 +192,7 @@ def test_loss_and_gradients_equal_those_layer_by_layer(
     @jax.jit
     def step(params, tables):
         tables = tables if traced_tables else static_tables
-        return whole.loss_and_gradients(
-            model, params, weights_of({}, tables), Batch.from_windows(tokens)
-        )
+        return whole.loss_and_gradients(model, params, tables, Batch.from_windows(tokens))
 
     metrics, actual_gradients = step(arbitrary(model), static_tables)
     assert metrics["loss"].number() == pytest.approx(float(loss), rel=1e-5)

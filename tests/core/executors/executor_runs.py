@@ -380,7 +380,7 @@ def scores(name, texts):
     training = TrainingConfig(STEPS, BATCH, SEQUENCE)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (BATCH, SEQUENCE + 1), np.int32)
     start = initial_state(model, training)
-    weights = stacks.weights_of(start.params, start.rest)
+    weights = stacks.weights_of(model, start.params, start.rest)
     for text in texts:
         sharded, _ = executor(text, model)
         placed = sharded.place(start, model)

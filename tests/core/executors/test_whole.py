@@ -32,7 +32,7 @@ def run(config=MODEL, micro_batches=1, traced_tables=False):
         metrics, gradients = whole.loss_and_gradients(
             config,
             params,
-            weights_of({}, tables),
+            tables,
             Batch.from_windows(tokens),
             whole.Accumulation(micro_batches),
         )
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_the_plain_loss(result):
     tables = tables_of(MODEL)
 
     def plain(params, tokens):
-        logits = whole.logits(MODEL, weights_of(params, tables), tokens[:, :-1])
+        logits = whole.logits(MODEL, weights_of(MODEL, params, tables), tokens[:, :-1])
         target = tokens[:, 1:, None]
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), target, axis=-1))
 
@@ -118,9 +118,7 @@ def test_offloaded_blocks_are_copied_to_pinned_host_memory(remat, copies, monkey
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
     config = dataclasses.replace(DENSE, num_layers=5, remat=remat)
     step = jax.jit(
-        lambda p, t: whole.loss_and_gradients(
-            config, p, weights_of({}, tables_of(config)), Batch.from_windows(t)
-        )
+        lambda p, t: whole.loss_and_gradients(config, p, tables_of(config), Batch.from_windows(t))
     )
     traced = step.trace(arbitrary_params(config), tokens_of(config))
     program = traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -139,7 +137,9 @@ def loss_alone(jit=True):
     weights = np.full((4, 10), 1 / 40, np.float32)
 
     def loss(params):
-        return whole.loss(MODEL, weights_of(params, tables), Batch.from_windows(tokens, weights))
+        return whole.loss(
+            MODEL, weights_of(MODEL, params, tables), Batch.from_windows(tokens, weights)
+        )
 
     loss = jax.jit(loss) if jit else loss
     return loss(jax.tree.map(jnp.asarray, arbitrary_params(MODEL)))
@@ -147,7 +147,7 @@ def loss_alone(jit=True):
 
 def test_scanning_concrete_tables_changes_nothing(result, monkeypatch):
     monkeypatch.setattr(whole, "UNROLL_LAYERS", 1)
-    assert not whole.unrolls(MODEL, weights_of({}, tables_of(MODEL)))
+    assert not whole.unrolls(MODEL, tables_of(MODEL))
     np.testing.assert_allclose(loss_alone(), result[0], rtol=1e-5)
 
 
@@ -159,7 +159,7 @@ def test_jit_changes_nothing(result):
 def test_shallow_models_unroll_on_a_cpu():
     if jax.default_backend() != "cpu":
         pytest.skip("only CPU programs unroll")
-    unrolls = lambda model, tables: whole.unrolls(model, weights_of({}, tables))  # noqa: E731
+    unrolls = whole.unrolls
     assert unrolls(MODEL, tables_of(MODEL)) and unrolls(DENSE, {})
     deep = dataclasses.replace(MODEL, num_layers=whole.UNROLL_LAYERS + 1)
     assert not unrolls(deep, tables_of(deep))
@@ -198,7 +198,9 @@ def test_each_layer_uses_its_weights_and_layouts():
             x = gpt.block(MODEL, layer_weights(MODEL, layer), x)[0]
         return gpt.logits(MODEL, params, x)
 
-    logits = jax.jit(lambda p, t: whole.logits(MODEL, weights_of(p, tables), t))(params, tokens)
+    logits = jax.jit(lambda p, t: whole.logits(MODEL, weights_of(MODEL, p, tables), t))(
+        params, tokens
+    )
     np.testing.assert_allclose(jax.jit(by_hand)(params, tokens), logits, rtol=1e-4, atol=1e-4)
 
 
@@ -220,7 +222,7 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
             lambda p, model=model: whole.loss_and_gradients(
                 model,
                 p,
-                weights_of({}, tables),
+                tables,
                 Batch.from_windows(tokens),
                 whole.Accumulation(1),
             )
@@ -235,7 +237,7 @@ def test_the_gradient_of_a_shared_block_is_the_sum_over_the_layers(kind, unrolle
 def test_loss_weights_select_tokens():
     params, tables, tokens = arbitrary_params(MODEL), tables_of(MODEL), tokens_of(MODEL)
     jitted = jax.jit(
-        lambda p, t, w: whole.loss(MODEL, weights_of(p, tables), Batch.from_windows(t, w))
+        lambda p, t, w: whole.loss(MODEL, weights_of(MODEL, p, tables), Batch.from_windows(t, w))
     )
     loss = lambda tokens, weights: jitted(params, tokens, weights)  # noqa: E731
     each = []
@@ -257,7 +259,9 @@ def test_the_initial_loss_is_that_of_a_uniform_guess():
     weights = np.full((4, 10), 1 / 40, np.float32)
     loss = jax.jit(
         lambda key: whole.loss(
-            MODEL, weights_of(gpt.init(MODEL, key), tables), Batch.from_windows(tokens, weights)
+            MODEL,
+            weights_of(MODEL, gpt.init(MODEL, key), tables),
+            Batch.from_windows(tokens, weights),
         )
     )(jax.random.key(0))
     assert float(loss) == pytest.approx(np.log(MODEL.vocab_size), rel=0.05)
@@ -283,11 +287,13 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
     tokens = tokens_of(config, batch=1) % eot
     tokens[0, 4] = eot
     weights = np.ones((1, tokens.shape[1] - 1), np.float32)
-    together = whole.loss(config, weights_of(params, tables), Batch.from_windows(tokens, weights))
+    together = whole.loss(
+        config, weights_of(config, params, tables), Batch.from_windows(tokens, weights)
+    )
     alone = sum(
         whole.loss(
             config,
-            weights_of(params, tables),
+            weights_of(config, params, tables),
             Batch.from_windows(part, np.ones((1, part.shape[1] - 1), np.float32)),
         )
         for part in (tokens[:, :6], tokens[:, 5:])
@@ -296,7 +302,9 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
     plain = dataclasses.replace(config, mask_documents=False)
     assert (
         abs(
-            whole.loss(plain, weights_of(params, tables), Batch.from_windows(tokens, weights))
+            whole.loss(
+                plain, weights_of(plain, params, tables), Batch.from_windows(tokens, weights)
+            )
             - together
         )
         > 1e-3
@@ -307,7 +315,7 @@ def test_masked_documents_have_the_loss_of_each_alone(remat):
 def test_loss_scores_and_logits_are_of_one_model(masked):
     """Also where the tokens are of several documents."""
     config = dataclasses.replace(MODEL, positions="rotary", mask_documents=masked)
-    weights = weights_of(arbitrary_params(config), tables_of(config))
+    weights = weights_of(config, arbitrary_params(config), tables_of(config))
     tokens = tokens_of(config) % config.vocab_size
     tokens[:, 3] = config.vocab_size - 1
     batch = Batch.from_windows(tokens, np.full(tokens[:, 1:].shape, 1 / tokens[:, 1:].size))
@@ -342,7 +350,7 @@ def test_keep_repeats_no_product_but_the_scores(name, traced_tables):
         tables = tables_of(model)
 
         def step(params, tables):
-            rest = weights_of({}, tables)
+            rest = tables
             return whole.loss_and_gradients(model, params, rest, Batch.from_windows(tokens))[1]
 
         if not traced_tables:

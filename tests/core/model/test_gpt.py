@@ -55,7 +55,7 @@ def test_logits_are_causal(config):
     weights = np.random.default_rng(1).normal(size=config.vocab_size).astype(np.float32)
 
     def mixed_logits(x):
-        x, _ = whole.apply_blocks(config, weights_of(params, tables), x)
+        x, _ = whole.apply_blocks(config, weights_of(config, params, tables), x)
         return gpt.logits(config, params, x) @ weights
 
     x = gpt.embed(config, params["embed"], tokens_of(config, 2, 6))
@@ -189,7 +189,7 @@ def test_the_initial_scale_of_activations_does_not_depend_on_density():
         def branch_scale(key, tables, x, config=config):
             blocks = gpt.init(config, key)["blocks"]
             return jnp.std(
-                whole.apply_blocks(config, weights_of({"blocks": blocks}, tables), x)[0] - x
+                whole.apply_blocks(config, weights_of(config, {"blocks": blocks}, tables), x)[0] - x
             )
 
         scales.append(float(jax.jit(branch_scale)(jax.random.key(0), tables_of(config), x)))

@@ -194,8 +194,8 @@ def test_the_dense_form_computes_the_same():
     params = arbitrary(MODEL)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
     dense, kernels = dense_form(MODEL, params)
-    expected = jax.jit(lambda p: whole.logits(MODEL, weights_of(p, {}), tokens))(params)
-    actual = jax.jit(lambda p: whole.logits(dense, weights_of(p, {}), tokens))(kernels)
+    expected = jax.jit(lambda p: whole.logits(MODEL, weights_of(MODEL, p, {}), tokens))(params)
+    actual = jax.jit(lambda p: whole.logits(dense, weights_of(dense, p, {}), tokens))(kernels)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -207,7 +207,7 @@ def test_a_dense_model_of_the_base_width_is_the_same_under_supar(width):
     draw = jax.jit(lambda key: gpt.init(model, key))
     params = draw(jax.random.key(0))
     standard, scaled = (
-        np.asarray(whole.logits(config, weights_of(params, {}), tokens))
+        np.asarray(whole.logits(config, weights_of(config, params, {}), tokens))
         for config in (model, supar)
     )
     if width == SUPAR_WIDTH:

@@ -86,7 +86,7 @@ def test_before_the_first_step_the_model_is_its_base(base):
     ]
     base_params = {**weights, "blocks": tuple(bare) if len(bare) > 1 else bare[0]}
     logits = jax.jit(
-        lambda model, params: whole.logits(model, weights_of(params, tables), TOKENS),
+        lambda model, params: whole.logits(model, weights_of(model, params, tables), TOKENS),
         static_argnums=0,
     )
     assert np.array_equal(logits(model, weights), logits(base, base_params))
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_merged_dense_weights_in_float64(base):
             lambda model, params, frozen: whole.loss_and_gradients(
                 model,
                 params,
-                weights_of(frozen, tables) if frozen else (),
+                stacks.fixed_layouts(merged(frozen, tables)) if frozen else (),
                 BATCH,
                 whole.Accumulation(dtype="float64"),
             )[1],
@@ -168,7 +168,9 @@ def test_weights_of_the_targets_are_those_of_the_loss_and_its_gradient():
     loss = metrics["loss"].number()
     direct = jax.jit(
         jax.value_and_grad(
-            lambda p: whole.loss(DENSE, weights_of(p, {}), Batch.from_windows(TOKENS, weights))
+            lambda p: whole.loss(
+                DENSE, weights_of(DENSE, p, {}), Batch.from_windows(TOKENS, weights)
+            )
         )
     )(params)
     np.testing.assert_allclose(loss, direct[0], rtol=1e-6)

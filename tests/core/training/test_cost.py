@@ -218,7 +218,7 @@ def test_flops_are_those_of_the_traced_program_in_every_family(family, kv_heads)
     config = ModelConfig(2, 64, 4, 160, 50, 32, **fields)
     params = shapes_of(config)
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
-    program = jax.make_jaxpr(lambda p, t: whole.logits(config, weights_of(p, {}), t))(
+    program = jax.make_jaxpr(lambda p, t: whole.logits(config, weights_of(config, p, {}), t))(
         params, tokens
     )
     flops = cost.flops_per_token(config, 16, training=False)

@@ -70,7 +70,9 @@ def test_evaluation_drops_no_choice():
     weights = jnp.full((2, 8), 1 / 16)
     dropless = dataclasses.replace(MODEL, expert_capacity=0.0)
     expected = jax.jit(
-        lambda p: whole.loss(dropless, weights_of(p, tables), Batch.from_windows(tokens, weights))
+        lambda p: whole.loss(
+            dropless, weights_of(dropless, p, tables), Batch.from_windows(tokens, weights)
+        )
     )(params)
     batch = Batch.from_windows(tokens, weights)
     loss = jax.jit(make_eval_step(MODEL))(params, tables, batch)["loss"].total

@@ -12,6 +12,7 @@ from test_adapters import BASES, BATCH, DENSE, TOKENS, TRAINING, same_bits, star
 from sparse_dataflow.commands.preflight.settling import settle
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import adapters
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.step import abstract_state, make_train_step
 from sparse_dataflow.core.weights.dense import Quantised
@@ -58,7 +59,7 @@ def test_logits_are_those_of_the_scaled_weights(name):
     assert {k.dtype for k in kernels(state.rest).values()} == {jnp.dtype("int8")}
     wide, dense = adapters.dequantised(model, state.merged)
     assert {k.dtype for k in kernels(dense).values()} == {jnp.dtype("float32")}
-    logits = lambda model, params: whole.logits(model, params, TOKENS)  # noqa: E731
+    logits = lambda model, params: whole.logits(model, weights_of(model, params), TOKENS)  # noqa: E731
     ours, expected = logits(model, state.merged), logits(wide, dense)
     tolerance = 0.05 if name == "bfloat16" else 1e-5
     np.testing.assert_allclose(ours, expected, atol=tolerance * np.abs(expected).max())

@@ -13,6 +13,7 @@ from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import gpt
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 from sparse_dataflow.core.training.held_out import batch_sums
 from sparse_dataflow.core.training.step import make_eval_step
@@ -83,7 +84,8 @@ def test_a_token_sees_those_after_it_in_a_masked_model_alone(bidirectional):
     params, batch = draw()
     changed = batch.tokens.copy()
     changed[:, -1] = (changed[:, -1] + 1) % MASK
-    first, second = (whole.logits(model, params, tokens) for tokens in (batch.tokens, changed))
+    weights = weights_of(model, params)
+    first, second = (whole.logits(model, weights, tokens) for tokens in (batch.tokens, changed))
     moved = np.abs(np.asarray(first - second)[:, 0]).max(axis=-1)
     assert (moved > 1e-5).all() if bidirectional else not moved.any()
 
@@ -126,7 +128,7 @@ def test_padding_is_seen_by_no_token():
     places, targets = np.arange(8, dtype=np.int32), np.arange(1, 9, dtype=np.int32)
     for model in (MODEL, dataclasses.replace(MODEL, mask_documents=True)):
         scores = [
-            whole.token_scores(model, params, Batch(rows), places, targets)[0]
+            whole.token_scores(model, weights_of(model, params), Batch(rows), places, targets)[0]
             for rows in (tokens, padded)
         ]
         np.testing.assert_allclose(*scores, rtol=1e-5)

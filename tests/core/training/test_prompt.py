@@ -68,7 +68,7 @@ def text_logits(plain, params, tokens):
     """Returns the logits of text behind the added tokens of a `longer_vocabulary`."""
     count = len(params["embed"]["tokens"]) - SHAPE["vocab_size"]
     front = jnp.broadcast_to(SHAPE["vocab_size"] + jnp.arange(count), (len(tokens), count))
-    weights = weights_of(params)
+    weights = weights_of(plain, params)
     ids = jnp.concatenate([front, tokens], axis=1)
     return whole.logits(plain, weights, ids)[:, count:, : SHAPE["vocab_size"]]
 
@@ -78,11 +78,11 @@ def test_logits_are_those_of_ordinary_tokens_whose_embeddings_are_the_vectors(na
     model, state = start(ALL_BASES[name])
     params = state.merged
     expected = text_logits(*longer_vocabulary(model, params), TOKENS[:, :8])
-    weights = weights_of(params)
+    weights = weights_of(model, params)
     np.testing.assert_allclose(whole.logits(model, weights, TOKENS[:, :8]), expected, atol=2e-5)
     # A vector is no token: no logit is its own, and it changes what follows.
     other = {**params, "embed": {**params["embed"], "prompt": -params["embed"]["prompt"]}}
-    moved = whole.logits(model, weights_of(other), TOKENS[:, :8])
+    moved = whole.logits(model, weights_of(model, other), TOKENS[:, :8])
     assert np.abs(moved - expected).max() > 1e-3
 
 
@@ -145,14 +145,14 @@ def test_generated_tokens_are_the_likeliest_after_vectors_and_text(name, lengths
             if new[row] is None:  # The context of 10 tokens is full; vectors take none of it.
                 assert len(prompt) == 10
                 continue
-            logits = whole.logits(model, weights_of(params, {}), np.asarray([prompt]))[0, -1]
+            logits = whole.logits(model, weights_of(model, params, {}), np.asarray([prompt]))[0, -1]
             assert logits[new[row]] >= logits.max() - 1e-4
             prompt.append(new[row])
 
 
 def test_scores_of_continuations_are_those_of_the_logits():
     model, state = start(SPARSE)
-    weights = weights_of(state.merged)
+    weights = weights_of(model, state.merged)
     logits = jax.nn.log_softmax(whole.logits(model, weights, TOKENS[:, :8]))
     places = np.asarray([0, 7, 8, 20, 31, 31], np.int32)
     targets = np.asarray([1, 2, 3, 4, 5, 47], np.int32)

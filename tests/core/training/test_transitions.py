@@ -80,7 +80,7 @@ def trees(state):
 def logits_of(model, state):
     tables = jax.tree.map(np.asarray, state.rest)
     return np.asarray(
-        jax.jit(lambda p: whole.logits(model, weights_of(p, tables), TOKENS))(state.params)
+        jax.jit(lambda p: whole.logits(model, weights_of(model, p, tables), TOKENS))(state.params)
     )
 
 

@@ -154,8 +154,8 @@ def test_the_dense_form_of_a_model_computes_the_same(key):
     state = initial_state(model, training)
     dense, params = dense_form(model, state.merged)
     tokens = np.random.default_rng(0).integers(0, 40, (2, 10), np.int32)
-    expected = whole_logits(model, state.merged, tokens)
-    actual = whole_logits(dense, weights_of(params, {}), tokens)
+    expected = whole_logits(model, weights_of(model, state.merged), tokens)
+    actual = whole_logits(dense, weights_of(dense, params, {}), tokens)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -274,8 +274,8 @@ def test_an_added_term_goes_with_each_kind_that_offers_one(key):
     state = state._replace(params=jax.tree.map(lambda leaf: leaf + 0.1, state.params))
     tokens = np.random.default_rng(0).integers(0, 40, (2, 9), np.int32)
     dense, params = dense_form(model, state.merged)
-    expected = whole.logits(model, state.merged, tokens)
-    actual = whole.logits(dense, weights_of(params, {}), tokens)
+    expected = whole.logits(model, weights_of(model, state.merged), tokens)
+    actual = whole.logits(dense, weights_of(dense, params, {}), tokens)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -307,7 +307,7 @@ def test_a_kind_with_the_arrays_of_another_one_changes_no_model_of_that_one(regi
     model = MODEL.with_linears(spec_of(key))
     state = initial_state(model, TrainingConfig(20, 4, 8))
     tokens = np.random.default_rng(0).integers(0, 40, (2, 9), np.int32)
-    before = whole.logits(model, state.merged, tokens)
+    before = whole.logits(model, weights_of(model, state.merged), tokens)
     parent = KINDS[key]
     facts = {
         "__doc__": "Half the product.",
@@ -317,10 +317,11 @@ def test_a_kind_with_the_arrays_of_another_one_changes_no_model_of_that_one(regi
         "__rmatmul__": lambda self, x: parent.__rmatmul__(self, x) * 0.5,
     }
     kinds.register(dataclasses.dataclass(frozen=True, eq=False)(type("Halved", (parent,), facts)))
-    after = whole.logits(model, state.merged, tokens)
+    after = whole.logits(model, weights_of(model, state.merged), tokens)
     np.testing.assert_array_equal(after, before)
     halved = MODEL.with_linears(dataclasses.replace(spec_of(key), kind="halved"))
-    assert np.abs(np.asarray(whole.logits(halved, state.merged, tokens)) - before).max() > 1e-3
+    changed = whole.logits(halved, weights_of(halved, state.merged), tokens)
+    assert np.abs(np.asarray(changed) - before).max() > 1e-3
 
 
 def test_kinds_say_different_things_of_arrays_of_the_same_name(registry):

@@ -235,13 +235,13 @@ def test_a_model_turns_sparse_and_dense(method, name):
     specs = phase_specs(MODEL.with_linears(spec), EvolutionConfig(method))
     state = initial_state(specs[0].model, TRAINING)
     for old, new in itertools.pairwise(s.model for s in specs):
-        expected = whole_logits(old, state.merged, TOKENS[:, :-1])
+        expected = whole_logits(old, weights_of(old, state.merged), TOKENS[:, :-1])
         before = jax.device_get(state.params)
         state = change_model(state, old, new)
         _, report = jax.jit(make_train_step(new, TRAINING))(state, BATCH, 1e-3)
         assert np.isfinite(report.loss)
         if method == "sparse_to_dense":
-            actual = whole_logits(new, state.merged, TOKENS[:, :-1])
+            actual = whole_logits(new, weights_of(new, state.merged), TOKENS[:, :-1])
             np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
             assert state.rest == ()
             continue
@@ -305,7 +305,7 @@ def test_a_mask_of_transformed_inputs_computes_the_dense_function(width, names):
     masked = MODEL.with_linears(spec, names)
     state = initial_state(MODEL, TRAINING, SINGLE_DEVICE)
     logits = lambda model, state: np.asarray(  # noqa: E731
-        whole_logits(model, weights_of(merged(state.params, state.rest), {}), TOKENS)
+        whole_logits(model, weights_of(model, merged(state.params, state.rest), {}), TOKENS)
     )
     exact = logits(MODEL, state)
     state = change_model(state, MODEL, masked)
