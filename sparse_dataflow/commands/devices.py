@@ -17,7 +17,6 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors.compatibility import ResolvedRun, refuse
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts.evolution import METHODS
-from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.training.clock import Clock
 from sparse_dataflow.core.training.phases import Variant
 from sparse_dataflow.core.training.programs import refuse_row_shards
@@ -108,8 +107,7 @@ def arrays(executor: Executor, variant: Variant) -> list[dict]:
     """`Executor.arrays` of each model that the variant trains in turn."""
     training, described = variant.training, []
     for phase in variant.phase_specs:
-        state = abstract_state(phase.model, training)
-        state = state._replace(rest=stacks.with_layouts(phase.model, state.rest))
+        state = abstract_state(phase.model, training).with_layouts(phase.model)
         ids = jax.ShapeDtypeStruct((training.batch, training.sequence), "int32")
         batch = Batch(ids, ids)
         described.append(executor.arrays(state, phase.model, phase.runtime_layouts, batch))

@@ -19,7 +19,6 @@ from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors.executor import Executor, TracedExecutor
-from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.training.step import abstract_state, jitted_train_step
 from sparse_dataflow.planner import memory
@@ -109,8 +108,7 @@ def abstract_arguments(
       ((state without its rest, the rest, batch, learning rate), `Executor.arrays`).
     """
     ids = jax.ShapeDtypeStruct((training.batch, training.sequence), jnp.int32)
-    described = abstract_state(model, training)
-    described = described._replace(rest=stacks.with_layouts(model, described.rest))
+    described = abstract_state(model, training).with_layouts(model)
     arrays = executor.arrays(described, model, changing, Batch(ids, ids))
     layouts = jax.tree.map(
         lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=getattr(t, "sharding", None)),

@@ -14,7 +14,7 @@ from sparse_dataflow.core.executors import mesh as meshes
 from sparse_dataflow.core.executors import sharding
 from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.executors.state_roles import dotted_path
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.optim.optimizers import TrainState
 from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.evaluation.scoring import PADDING, Forward
@@ -37,7 +37,7 @@ def mesh_forward(trained: Model, executor: Sharded) -> Forward:
     executor.check(
         trained.model, dataclasses.replace(trained.training, batch=shards, micro_batches=1)
     )
-    params, rest = without_tables(trained.model, trained.params)
+    params, rest = trained_and_rest(trained.model, trained.params)
     state = TrainState(np.int32(0), params, (), (), rest)
     state = executor.place(state, trained.model)
     rest = executor.place_layouts(state.rest, trained.model, changing=False)

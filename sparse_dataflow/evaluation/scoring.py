@@ -20,7 +20,7 @@ import numpy as np
 
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.stacks import split_layouts, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
 
@@ -93,16 +93,13 @@ class Counts:
 def single_device_forward(trained: Model) -> Forward:
     """Returns a forward pass on the default device, specialised to the model's layouts."""
 
-    params, layouts = split_layouts(trained.params)
-
     @jax.jit
-    def program(params, tokens, *selected):
-        weights = weights_of(trained.model, params, layouts)
+    def program(weights, tokens, *selected):
         ours = (array.reshape(-1) for array in selected)
         outputs = whole.token_scores(trained.model, weights, Batch(tokens), *ours)
         return tuple(output[None] for output in outputs)
 
-    return functools.partial(program, params)
+    return functools.partial(program, weights_of(trained.model, trained.params))
 
 
 def batch_limits(trained: Model, shards: int = 1) -> Limits:

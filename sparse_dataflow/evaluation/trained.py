@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.projections import PRECISIONS
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts.layout import blocks_text
 from sparse_dataflow.core.model import partition
-from sparse_dataflow.core.model.partition import without_left_out, without_tables
+from sparse_dataflow.core.model.partition import trained_and_rest, without_left_out
 from sparse_dataflow.core.model.stacks import (
     layout_of_leaf,
     layouts_by_name,
@@ -110,7 +110,7 @@ class Model:
 
         The key of the parameters names their layouts, so orbax refuses those of other layouts.
         """
-        trained, rest = without_tables(self.model, self.params)
+        trained, rest = trained_and_rest(self.model, self.params)
         name = f"params_layout_{self._static.layouts[:16]}" if rest else "params"
         return ((jax.tree_util.GetAttrKey(name), trained),), self._static
 
@@ -129,7 +129,7 @@ class Model:
 
     @functools.cached_property
     def _static(self):
-        _, rest = without_tables(self.model, self.params)
+        _, rest = trained_and_rest(self.model, self.params)
         return _Static(
             dataclasses.replace(self, folder=Path(), params=rest, step=0, record=None, facts={})
         )

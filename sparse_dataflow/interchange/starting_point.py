@@ -30,7 +30,7 @@ from sparse_dataflow.core.executors.executor import SINGLE_DEVICE, Executor
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.core.layouts.model_layouts import expert_layout
 from sparse_dataflow.core.model import adapters, gpt, partition, stacks
-from sparse_dataflow.core.model.partition import trained_and_rest, without_tables
+from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.optim.matrix_leaves import VOCABULARY
 from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer
 from sparse_dataflow.core.training import cost
@@ -370,7 +370,7 @@ def initial_state_from(
     model_layouts.check_layouts(model)
     rebuilding = prune_by == "rebuild" and rebuild.prunes(start.model, model)
     rebuilding = rebuilding and rebuild.is_possible(start.model)
-    params, rest = without_tables(start.model, stacks.map_arrays(jnp.array, start.params))
+    params, rest = trained_and_rest(start.model, stacks.map_arrays(jnp.array, start.params))
     state = TrainState(step, params, (), key, rest)
     if prune_to == "pattern" and model.sparse_projections:
         pattern_pruning.refuse(start.model, start.params, model)

@@ -16,7 +16,8 @@ from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.identity import as_identity
 from sparse_dataflow.core.model.partition import ArrayTree, merged, trained_and_rest
 from sparse_dataflow.core.optim import by_weight
-from sparse_dataflow.core.optim.optimizers import TrainState, make_optimizer, with_steps_left
+from sparse_dataflow.core.optim.optimizers import TrainState, with_steps_left
+from sparse_dataflow.core.training import step
 
 EMBED, HEAD = "embed", "head"
 Section = str | int
@@ -93,17 +94,9 @@ def with_moments(moments: tuple, count: int, mu: dict, nu: dict) -> tuple:
 
 def abstract_state(model: ModelConfig, training: TrainingConfig) -> TrainState:
     """Returns the shapes and dtypes of the state; its layouts are the model's, in numpy."""
-
-    # Only shapes are needed: a draw would allocate the whole model on the device, which this
-    # executor exists to avoid.
-    def draw():
-        key = jax.random.key(training.seed)
-        params, rest = trained_and_rest(model, gpt.init(model, key), training.frozen_scale)
-        moments = make_optimizer(model, training).init(params)
-        return TrainState(np.zeros((), np.int32), params, moments, key, rest)
-
-    shapes = jax.eval_shape(draw)
-    return shapes._replace(rest=stacks.with_layouts(model, shapes.rest))
+    # Only shapes: a draw would allocate the whole model on the device, which the relay exists to
+    # avoid.
+    return step.abstract_state(model, training).with_layouts(model)
 
 
 def zeros(model: ModelConfig, training: TrainingConfig) -> tuple[dict, dict, dict]:

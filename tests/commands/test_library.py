@@ -13,7 +13,7 @@ from marks import some
 import sparse_dataflow as sd
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.executors import whole
-from sparse_dataflow.core.model.partition import without_tables
+from sparse_dataflow.core.model.partition import trained_and_rest
 from sparse_dataflow.core.model.stacks import fixed_layouts, layouts_by_place, map_placed_layouts
 
 CONFIG = sd.preset("pico").change(
@@ -36,12 +36,12 @@ def equal(first, second):
 def test_loss_and_gradients_are_those_of_the_trainer():
     model, batch = draw(), tokens()
     loss, gradients = jax.value_and_grad(sd.loss)(model, batch)
-    params, rest = without_tables(model.model, model.params)
+    params, rest = trained_and_rest(model.model, model.params)
     rest = fixed_layouts(rest)
     expected = whole.loss_and_gradients(model.model, params, rest, Batch.from_windows(batch))
     np.testing.assert_allclose(loss, expected[0]["loss"].number(), rtol=1e-6)
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)  # noqa: E731
-    jax.tree.map(close, without_tables(gradients.model, gradients.params)[0], expected[1])
+    jax.tree.map(close, trained_and_rest(gradients.model, gradients.params)[0], expected[1])
 
 
 def test_the_loss_is_the_cross_entropy_of_the_logits():

@@ -25,23 +25,14 @@ def trained_and_rest(
 ) -> tuple[dict, ArrayTree]:
     """Returns a parameter tree as (what is trained, what is not); () for nothing.
 
+    `merged` is the inverse.
+
     Args:
       adapter_scale: of adapters, which alone are trained then; None for a model without.
     """
-    if adapter_scale is None:
-        return without_tables(model, params)
-    trained = part(params, functools.partial(adapters.is_trained, model))
-    return trained, adapters.frozen(model, params, adapter_scale)
-
-
-def without_tables(model: ModelConfig, params: dict) -> tuple[dict, ArrayTree]:
-    """Returns a parameter tree as (what is trained, the tables of its weights).
-
-    The second tree is () for a model without tables.  `merged` is the inverse.
-
-    Args:
-      params: of a model without adapters.
-    """
+    if adapter_scale is not None:
+        trained = part(params, functools.partial(adapters.is_trained, model))
+        return trained, adapters.frozen(model, params, adapter_scale)
 
     def is_table(path):
         leaf = leaf_of(model, path)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from sparse_dataflow.core.config.layer_groups import group_index_of_path, layer_groups
 from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.model.partition import ArrayTree, merged, without_left_out
-from sparse_dataflow.core.model.stacks import split_layouts
+from sparse_dataflow.core.model.stacks import Layouts, split_layouts, with_layouts
 from sparse_dataflow.core.optim import matrix_leaves
 from sparse_dataflow.core.weights.kind import ROUTER
 
@@ -369,6 +369,10 @@ class TrainState(NamedTuple):
     def without_layouts(self) -> "TrainState":
         """Returns the state without layouts, which stay on the host."""
         return self._replace(rest=split_layouts(self.rest)[0])
+
+    def with_layouts(self, model: ModelConfig, layouts: Layouts | None = None) -> "TrainState":
+        """Returns the state with `stacks.stored_layouts` in place of the layouts that it has."""
+        return self._replace(rest=with_layouts(model, self.rest, layouts))
 
     def with_layouts_of(self, other: "TrainState") -> "TrainState":
         """Returns the state with the layouts of another one; it has none itself."""

@@ -247,6 +247,5 @@ def abstract_saved_state(
     Its layout tables are numpy arrays.
     """
     model = phases[phase_before(phases, step)].model
-    state = abstract_state(model, training, executor)
-    state = state._replace(rest=stacks.with_layouts(model, state.rest))
+    state = abstract_state(model, training, executor).with_layouts(model)
     return SavedState.of(state, has_base=training.freezes)

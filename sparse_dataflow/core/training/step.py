@@ -46,8 +46,7 @@ def initial_state(
     # The number of steps does not change the draw; without it, `_draw` is cached across runs.
     state = _draw(model, dataclasses.replace(training, steps=1), executor)()
     moments = with_steps_left(training, state.moments)
-    rest = stacks.with_layouts(model, state.rest)
-    return executor.place(state._replace(rest=rest, moments=moments), model)
+    return executor.place(state._replace(moments=moments).with_layouts(model), model)
 
 
 def abstract_state(

@@ -16,7 +16,7 @@ from sparse_dataflow.core.executors.executor import Executor
 from sparse_dataflow.core.executors.sharded import put_global
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import ArrayTree
-from sparse_dataflow.core.model.stacks import split_layouts, weights_of
+from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training import cost
 
 
@@ -74,33 +74,31 @@ class Teacher:
             mask_documents=student.mask_documents,
         )
 
-        arrays, layouts = split_layouts(self.params)
-
-        def hidden(params, tokens):
-            weights = weights_of(config, params, layouts)
+        def hidden(weights, tokens):
             # One after another, so that the activations of one micro-batch are in memory at once.
             parts = tokens.reshape(training.micro_batches, -1, tokens.shape[1])
             states = lax.map(lambda rows: whole.hidden_states(config, weights, rows), parts)
             states = states.reshape(len(tokens), *states.shape[2:])
-            return gpt.output_layer(params["head"], params["embed"]["tokens"], states)[0]
+            return gpt.output_layer(weights["head"], weights["embed"]["tokens"], states)[0]
 
         if executor not in self._placed:  # All phases of a training share one copy.
             target = executor.replicated()
+            weights = weights_of(config, self.params)
             self._placed[executor] = (
-                jax.device_put(arrays)
+                jax.device_put(weights)
                 if target is None
-                else jax.tree.map(lambda leaf: put_global(leaf, target), arrays)
+                else jax.tree.map(lambda leaf: put_global(leaf, target), weights)
             )
-        params = self._placed[executor]
+        weights = self._placed[executor]
         no_states = jnp.zeros((0, self.model.d_model), student.compute_dtype)
-        _, output = gpt.output_layer(params["head"], params["embed"]["tokens"], no_states)
-        program = jax.jit(executor.over_rows(hidden)).lower(params, example.tokens).compile()
+        _, output = gpt.output_layer(weights["head"], weights["embed"]["tokens"], no_states)
+        program = jax.jit(executor.over_rows(hidden)).lower(weights, example.tokens).compile()
         states: jax.Array | None = None
 
         def teach(batch, share):
             nonlocal states
             if share or states is None:
-                states = program(params, batch.tokens)
+                states = program(weights, batch.tokens)
             teacher = output, np.float32(share * training.teacher_weight)
             return dataclasses.replace(batch, teacher_hidden=states, teacher=teacher)
 

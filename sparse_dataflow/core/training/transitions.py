@@ -111,7 +111,7 @@ def update_layouts(
             layers = slice(place.layers.start, place.layers.stop)
             state = _moved_blocks(state, place, old[layers], new[layers])
         layouts[name] = new
-    state = _with_layouts(state, model, layouts)
+    state = state.with_layouts(model, layouts)
     return _with_exchanged_masks(state, model, share_of, gradient_norms, mask_gain)
 
 
@@ -144,11 +144,6 @@ def _with_exchanged_masks(state, model, share, gradient_norms, gain):
             )
             state = _with_mask(state, place, mask)
     return state
-
-
-def _with_layouts(state, model, layouts):
-    """Returns the state with layouts in place of those that it has."""
-    return state._replace(rest=stacks.with_layouts(model, state.rest, layouts))
 
 
 def host_masks(model: ModelConfig, rest: stacks.ArrayTree) -> dict[str, np.ndarray]:
@@ -230,7 +225,7 @@ def change_model(
                 with_room(layout, layer_linear(new, name, layer))
                 for layer, layout in enumerate(new_layouts)
             ]
-    return _with_layouts(_regroup(state, common, after), new, layouts)
+    return _regroup(state, common, after).with_layouts(new, layouts)
 
 
 def _untied(state, model):

@@ -29,7 +29,7 @@ from sparse_dataflow.core.executors.sharded import Sharded
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
 from sparse_dataflow.core.layouts.patterns import make_layout
 from sparse_dataflow.core.model import gpt
-from sparse_dataflow.core.model.partition import legal, without_tables
+from sparse_dataflow.core.model.partition import legal, trained_and_rest
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.optim.optimizers import learning_rate_multipliers
 from sparse_dataflow.core.training import cost
@@ -124,7 +124,7 @@ def test_product_gradients_and_outputs_are_those_of_the_dense_form(key):
 @each_kind
 def test_parameters_are_counted(key):
     model = MODEL.with_linears(spec_of(key))
-    params, _ = without_tables(model, jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
+    params, _ = trained_and_rest(model, jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
     assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
 
 
@@ -260,7 +260,7 @@ def test_an_added_term_goes_with_each_kind_that_offers_one(key):
     """It is counted, drawn, all that adapters train, and part of the dense form."""
     base = MODEL.with_linears(spec_of(key))
     model = with_adapters(base, rank=3)
-    params, _ = without_tables(model, jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
+    params, _ = trained_and_rest(model, jax.eval_shape(lambda: gpt.init(model, jax.random.key(0))))
     assert cost.parameter_count(model) == sum(math.prod(a.shape) for a in jax.tree.leaves(params))
     sides = [sum(model.projection_shape(name)) for name in model.projections]
     assert memory.term_count(model) == 3 * MODEL.num_layers * sum(sides)
@@ -330,7 +330,7 @@ def test_kinds_say_different_things_of_arrays_of_the_same_name(registry):
     kinds.register(incomplete(**fields, __annotations__={"kernel": object}))
     model = MODEL.with_linears(LinearSpec("mine"), ["mlp_in"])
     params = {"blocks": {name: {"kernel": 0} for name in ("mlp_in", "mlp_out")}}
-    trained, tables = without_tables(model, params)
+    trained, tables = trained_and_rest(model, params)
     assert trained == {"blocks": {"mlp_out": {"kernel": 0}}}
     assert tables == {"blocks": {"mlp_in": {"kernel": 0}}}
 

@@ -23,7 +23,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.executors.block_gradients import mask_gradient_norms
 from sparse_dataflow.core.executors.executor import SINGLE_DEVICE
 from sparse_dataflow.core.layouts.evolution import METHODS, phase_specs
-from sparse_dataflow.core.model.partition import merged, without_tables
+from sparse_dataflow.core.model.partition import merged, trained_and_rest
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.core.training.transitions import change_model, update_layouts
@@ -256,11 +256,11 @@ def test_a_model_turns_sparse_and_dense(method, name):
 def test_parameters_and_masks_are_parted_and_merged():
     params = {"embed": {"tokens": 1}, "blocks": ({"qkv": {"kernel": 2, "mask": 3}}, {"v": {}})}
     model = MODEL.with_linears(SINGLE)
-    trained, tables = without_tables(model, params)
+    trained, tables = trained_and_rest(model, params)
     assert trained["blocks"][0] == {"qkv": {"kernel": 2}}
     assert tables == {"blocks": ({"qkv": {"mask": 3}}, {})}
     assert merged(trained, tables)["blocks"][0] == params["blocks"][0]
-    assert without_tables(model, {"embed": {"tokens": 1}}) == ({"embed": {"tokens": 1}}, ())
+    assert trained_and_rest(model, {"embed": {"tokens": 1}}) == ({"embed": {"tokens": 1}}, ())
 
 
 @pytest.mark.parametrize(
