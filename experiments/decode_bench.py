@@ -15,10 +15,6 @@ the dense model in torch, in a process of its own, by a Python that has torch.
 
 --narrow adds a narrower dense model of the sparse one's training FLOPs.
 
---switch times the switches of `experiments.generate --runs` instead: weights move from host memory
-to the device, where the model of the same shape before was. --batch, --cached, --tokens and
---activation_sparsity do not matter to it.
-
 --exports times exported models instead, with the readers that are written into their folders: the
 programs in jax and, where it is installed, the sparse form in PyTorch. It times prompts of --cached
 tokens too. A dense model's export has the same reader, which multiplies by whole matrices.
@@ -28,7 +24,6 @@ tokens too. A dense model's export has the same reader, which multiplies by whol
     python -m experiments.decode_bench --set model.num_layers=4
     python -m experiments.decode_bench --scale=mini --activation_sparsity=0.4
     python -m experiments.decode_bench --scale=nano --narrow
-    python -m experiments.decode_bench --scale=mini --switch
     python -m experiments.decode_bench --scale=mini --pattern=masked --density=0.5 \\
         --block=1x16 --torch=PYTHON
     python -m experiments.decode_bench --scale=mini --exports
@@ -58,7 +53,6 @@ class Options(BenchOptions):
         "", "Python with torch, whose dense GPT takes turns with both models.", path=True
     )
     narrow: bool = setting(False, "Time a narrower dense model of the sparse one's FLOPs too.")
-    switch: bool = setting(False, "Time moving a model from host memory to the device.")
     exports: bool = setting(False, "Time exported models, in jax and in PyTorch.")
 
 
@@ -66,8 +60,7 @@ def main(request, options):
     """Measures, prints and writes; see the module docstring."""
     from .benchmarks import decoding, exported
 
-    measure = decoding.run_switches if options.switch else decoding.measure_decoding
-    measure = exported.measure_exports if options.exports else measure
+    measure = exported.measure_exports if options.exports else decoding.measure_decoding
     measure(request, options)
 
 

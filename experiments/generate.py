@@ -4,7 +4,6 @@
     python -m experiments.generate --run=runs/NAME --prompt="def " --temperature=0.8 --samples=4
     python -m experiments.generate --run=runs/NAME --interactive --temperature=0.8 --top_p=0.95
     python -m experiments.generate --run=runs/NAME --prompts=FILE --batch=16
-    python -m experiments.generate --runs=runs/CODE,runs/PROSE --prompts=FILE
     python -m experiments.generate --run=runs/NAME --variant=dense --activation_sparsity=0.4
     python -m experiments.generate --run=runs/MIXTURE --expert_slots=4
     python -m experiments.generate --run=DIR --mesh=tensor:4
@@ -13,11 +12,6 @@ Without --variant the sparse model writes, where the run has one.  --interactive
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
 --prompts continues each line of a file; a line of a .jsonl file is a string or {"prompt": string}.
 It prints a line {"prompt", "sample", "text", "stopped_by"} for each text.
-
---runs is a composition of experts: several runs in host memory, one at a time on the device.  A
-router picks the run whose training text resembles a prompt most; a line of --prompts may name its
-run with "run".  Each run moves to the device once for a file, the time of each move is printed, and
-each line has the "run" that wrote it.
 
 --activation_sparsity lets the smallest inputs of each projection count as zeros (TEAL).  One number
 is the share of all, and qkv:0.5,mlp_out:0.3 is one for each.  Thresholds come from about 1,000
@@ -46,12 +40,6 @@ from sparse_dataflow.files.errors import UserError
 class Options(SamplingSettings, ActivationOptions, ModelOptions):
     """The flags."""
 
-    runs: str = setting(
-        "", "Comma list of runs in place of --run; a router picks one for each prompt."
-    )
-    router_corpora: str = setting(
-        "", "Comma list of a text for each of --runs; empty is what they trained on."
-    )
     expert_slots: int = setting(
         0,
         "Experts of each layer on the device; the others are fetched from host memory. 0 is all.",
@@ -80,9 +68,8 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
 
 def main(options):
     """Writes to the output as the text comes; see the module docstring."""
-    from sparse_dataflow.commands.models import composition, generate, load_model
+    from sparse_dataflow.commands.models import generate, load_model
     from sparse_dataflow.evaluation import decoded_form
-    from sparse_dataflow.evaluation.composition import Experts, OneModel, Prompt
 
     share = options.share
     if sum(map(bool, (options.prompt, options.prompts, options.interactive))) > 1:
@@ -91,58 +78,41 @@ def main(options):
         raise UserError(
             f"--samples={options.samples} would be equal texts; give --temperature above 0."
         )
-    if options.run and options.runs:
-        raise UserError("Give one of --run and --runs.")
-    if options.runs and share:
-        raise UserError("--activation_sparsity is for one --run; leave it or --runs out.")
-    if options.runs and options.expert_slots:
-        raise UserError("--expert_slots is for one --run; leave it or --runs out.")
     if share and options.expert_slots:
         raise UserError(
             "--expert_slots is for models with experts, which --activation_sparsity is not for; "
             "leave one out."
         )
-    if options.form != AUTO and (options.runs or options.expert_slots):
-        raise UserError("--form is for one --run without --expert_slots; leave one out.")
+    if options.form != AUTO and options.expert_slots:
+        raise UserError("--form does not go with --expert_slots; leave one out.")
     rivals = {
-        "--runs": options.runs,
         "--expert_slots": options.expert_slots,
         "--activation_sparsity": share,
         f"--form={options.form}": options.form not in (AUTO, DENSE),
     }
     if options.mesh and (named := [flag for flag, given in rivals.items() if given]):
         raise UserError(f"--mesh does not go with {', '.join(named)}; leave one out.")
-    if options.router_corpora and not options.runs:
-        raise UserError("--router_corpora is for a router, which --runs has; leave it out.")
-    runs = composition.run_names(options.runs) if options.runs else []
-    prompts = [Prompt(options.prompt)]
-    if options.prompts:
-        prompts = generate.read_prompts(options.prompts, runs)
-    experts: Experts
+    prompts = generate.read_prompts(options.prompts) if options.prompts else []
     offloaded = None
-    if runs:
-        routed = not all(prompt.expert for prompt in prompts)
-        corpora, variant, checkpoint = options.router_corpora, options.variant, options.checkpoint
-        experts = composition.load(runs, variant, checkpoint, routed, corpora)
-    elif options.expert_slots:
+    if options.expert_slots:
         model, offloaded = generate.offload_experts(options, options.expert_slots)
-        experts = OneModel(model, offloaded)
+        writer = generate.Writer(model, offloaded)
     else:
         if options.form != DENSE and not options.mesh:
             decoded_form.start_compiling()
         model = load_model.load(options, options.mesh)
         if share:
             model = generate.with_thresholds(model, share)
-        experts = OneModel(model, form=options.form)
+        writer = generate.Writer(model, form=options.form)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "samples", "seed", "chat")
     sampling = {name: getattr(options, name) for name in names}
     sampling["stop"] = [options.stop.replace("\\n", "\n")] if options.stop else []
     if options.interactive:
-        generate.converse(experts, **sampling)
+        generate.converse(writer, **sampling)
     elif options.prompts:
-        generate.write_file(experts, prompts, options.batch, **sampling)
+        generate.write_file(writer, prompts, options.batch, **sampling)
     else:
-        generate.write(experts, options.prompt, **sampling)
+        generate.write(writer, options.prompt, **sampling)
     if offloaded:
         generate.say_traffic(offloaded)
 

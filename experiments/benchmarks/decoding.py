@@ -1,4 +1,4 @@
-"""Tokens that a model writes from a cache, or switches of models, for `decode_bench`."""
+"""Tokens that a model writes from a cache, for `decode_bench`."""
 
 import dataclasses
 import functools
@@ -16,7 +16,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.model.projection import with_threshold
 from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.evaluation import activation_sparsity, kv_cache
-from sparse_dataflow.evaluation.composition import Composition
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner.decoding import decoding_bytes
@@ -162,41 +161,6 @@ def _over_dense(rows, seconds, share):
         print(f"dense / {name}: {paired.ratio_text(ratio)}; byte ceiling {ceiling:.2f}x")
         ratios[model] = {**ratio, "byte_ceiling": ceiling}
     return ratios
-
-
-def run_switches(request: Request, options) -> None:
-    """Measures switches between models in host memory; see `experiments.decode_bench`.
-
-    Dense and sparse models are in compositions of their own, so that a switch reuses the memory of
-    the model of its shape before, as a server of equal experts does.
-    """
-    models = benchmark.models_of(request)
-    models.announce(f"scale {models.scale}, switches between two models of a shape")
-    compositions = {name: Composition() for name in models.by_name}
-    for name, model in models.by_name.items():
-        weights = kv_cache.random_weights(model, models.training.seed)
-        for expert in ("0", "1"):
-            compositions[name].add_weights(expert, weights)
-    samples: dict[str, list[float]] = {name: [] for name in compositions}
-    for turn in range(options.rounds + 2):  # The first two copy to new memory.
-        for name, composition in compositions.items():
-            _, switch = composition.activate(str(turn % 2))
-            assert switch is not None
-            samples[name].append(switch.seconds)
-    seconds = {name: np.asarray(each[2:]) for name, each in samples.items()}
-    rows = {}
-    for name, composition in compositions.items():
-        moved, median = composition.bytes("0"), float(np.median(seconds[name]))
-        row = {"switch_ms": 1e3 * median, "moved_bytes": moved}
-        rows[name] = row | {"gigabytes_per_second": moved / median / 1e9}
-        rate = rows[name]["gigabytes_per_second"]
-        print(f"{name:>6}: {1e3 * median:8.2f} ms a switch  {moved / 1e6:8.1f} MB, {rate:.1f} GB/s")
-    ratio = paired.paired_ratio(seconds["dense"], seconds["sparse"])
-    byte_ratio = rows["dense"]["moved_bytes"] / rows["sparse"]["moved_bytes"]
-    print(f"dense / sparse: {paired.ratio_text(ratio)}; bytes {byte_ratio:.2f}x")
-    facts = models.facts(inputs="random weights", byte_ratio=byte_ratio, rows=rows)
-    name = f"decode_bench_switch_{models.chip.name}_{models.scale}"
-    measurement.keep(options.keep, name, models.chip.name, [facts | ratio])
 
 
 def _line(row):

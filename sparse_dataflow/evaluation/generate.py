@@ -230,15 +230,13 @@ def _following(config, weights, caches, tokens, positions, sampler, count):
         at_once = min(2 * at_once if faster else at_once, most, count - 1 - step)
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]], vocab_size: int, context: int, first: int = 1
-) -> None:
-    """Checks that all prompts can be continued; messages number them from `first`.
+def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, context: int) -> None:
+    """Checks that all prompts can be continued; messages number them from 1.
 
     Raises:
       UserError: a prompt is empty, has unknown tokens or fills the context.
     """
-    for number, prompt in enumerate(prompts, first):
+    for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
             raise UserError(f"Prompt {number} has no tokens; legal: at least 1.")
         if len(prompt) >= context:

@@ -32,10 +32,12 @@ from sparse_dataflow.core.model.projection import without_layout
 from sparse_dataflow.core.model.shard import UNSHARDED
 from sparse_dataflow.core.weights.kind import LAYOUT
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.evaluation.composition import DEVICE, HOST
 from sparse_dataflow.evaluation.kv_cache import LayerCache, Weights
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files.errors import UserError
+
+_HOST, _DEVICE = "pinned_host", "device"
+"""Memory kinds of jax; page-locked host memory is what a device copies fastest."""
 
 
 @dataclasses.dataclass
@@ -109,8 +111,8 @@ class OffloadedExperts:
         config = model.model
         _refuse_unsupported(model, slots)
         device = jax.local_devices()[0]
-        host = SingleDeviceSharding(device, memory_kind=HOST)
-        self._device = SingleDeviceSharding(device, memory_kind=DEVICE)
+        host = SingleDeviceSharding(device, memory_kind=_HOST)
+        self._device = SingleDeviceSharding(device, memory_kind=_DEVICE)
         self._config, self._slots = config, slots
         params = stacks.map_arrays(np.asarray, model.params)
         others = {**params, "blocks": join_groups([*map(_others, split_groups(params["blocks"]))])}

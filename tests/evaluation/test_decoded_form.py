@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import arbitrary_params, tables_of
 
+from sparse_dataflow.commands.models.generate import Writer
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.model import gpt
 from sparse_dataflow.core.model.partition import merged
@@ -20,7 +21,6 @@ from sparse_dataflow.core.weights.block_sparse import BlockSparse
 from sparse_dataflow.core.weights.masked import Masked
 from sparse_dataflow.core.weights.rows import Rows
 from sparse_dataflow.evaluation import decoded_form, kv_cache
-from sparse_dataflow.evaluation.composition import OneModel
 from sparse_dataflow.files.errors import UserError
 from sparse_dataflow.planner.decoding import decoding_bytes
 
@@ -226,5 +226,5 @@ def test_decoding_bytes_are_those_of_the_rows(monkeypatch, config, dtype):
 
 
 def test_a_model_for_prompts_is_prepared_once(trained):
-    model = OneModel(trained("dense"))
-    assert model.activate("")[0] is model.activate("")[0] is not None
+    writer = Writer(trained("dense"))
+    assert writer.prepared() is writer.prepared() is not None

@@ -1,6 +1,7 @@
 """Prefill and decoding give the logits of one pass over the complete text."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,21 @@ from decoded import CONFIGS, DENSE, SPARSE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import examples, some
+from places import ROOT
 from small_models import arbitrary_params, tables_of
 
+import sparse_dataflow as sd
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.projections import LinearSpec
 from sparse_dataflow.core.executors import whole
+from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops import dispatch
 from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.planner.decoding import decoding_bytes
+from sparse_dataflow.runs.variants import variant
 
 ROWS, WIDTH, CACHE = 3, 8, 16
 
@@ -180,3 +185,26 @@ def test_equal_layers_are_traced_once(monkeypatch):
     _, caches = kv_cache.prefill(config, weights, tokens, positions, cache_tokens=CACHE)
     decode_token(config, weights, caches, tokens[:, 0], positions)
     assert len(traced) == 2 and len(caches) == 5
+
+
+def test_the_page_has_the_bytes_of_a_switch_between_models_of_the_13b():
+    config = sd.preset("13b").change(model__compute_dtype="bfloat16")
+    copied = {}
+    for name in ("dense", "sparse"):
+        model = variant(config, name).model
+        tables = stacks.stored_layouts(model)
+        weights = jax.eval_shape(
+            lambda key, model=model, tables=tables: kv_cache.prepare(
+                model, merged(gpt.init(model, key), tables)
+            ),
+            jax.random.key(0),
+        )
+        copied[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    page = (ROOT / "docs/evidence/performance.md").read_text()
+    [(dense, sparse, ratio)] = re.findall(
+        r"a\s+dense\s+switch\s+copies\s+([\d.]+)\s+GB,\s+and\s+a\s+sparse\s+one\s+([\d.]+)\s+GB,"
+        r"\s+a\s+ratio\s+of\s+\*\*([\d.]+)\*\*",
+        page,
+    )
+    assert (dense, sparse) == (f"{copied['dense'] / 1e9:.2f}", f"{copied['sparse'] / 1e9:.2f}")
+    assert ratio == f"{copied['dense'] / copied['sparse']:.2f}"

@@ -242,21 +242,6 @@ def test_decode_bench_times_rows(job, tmp_path):
     assert all(row["cpu_ms"] > 0 for row in result["rows"].values())
 
 
-def test_decode_bench_times_switches_between_models(job, tmp_path):
-    folder = tmp_path / "kept"
-    shape = ("--scale=pico", "--block=16", "--switch", "--rounds=2", f"--keep={folder}")
-    done = job.run(*shape, experiment="decode_bench")
-    result = kept(done, folder)
-    check_ratio(result)
-    rows = result["rows"]
-    assert rows["dense"]["moved_bytes"] == 4 * cost.parameter_count(SIZES["pico"])
-    assert 1 < result["byte_ratio"] == rows["dense"]["moved_bytes"] / rows["sparse"]["moved_bytes"]
-    for row in rows.values():
-        moved = row["gigabytes_per_second"] * row["switch_ms"] * 1e6
-        assert moved == pytest.approx(row["moved_bytes"])
-    assert f"bytes {result['byte_ratio']:.2f}x" in done.stdout
-
-
 @pytest.mark.slow
 def test_decode_bench_times_exported_models(job, tmp_path):
     folder = tmp_path / "kept"

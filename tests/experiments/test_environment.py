@@ -54,7 +54,7 @@ def test_a_tilde_is_expanded_for_every_path_alike(home, monkeypatch):
 
 NAMES_A_PATH = re.compile(r"\b(folder|file|HTML|CSV|run)\b", re.IGNORECASE)
 NO_PATHS = {"scale", "variant", "checkpoint", "twin", "seed", "coordinator", "chips"}
-NO_PATHS |= {"tasks", "hardware", "runs", "router_corpora"}
+NO_PATHS |= {"tasks", "hardware"}
 """Texts whose help names a run or a file; the second are lists, expanded where they are read."""
 
 

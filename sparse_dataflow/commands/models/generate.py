@@ -1,13 +1,10 @@
-"""Continues the prompts of a terminal, as the text comes, or those of a file, in batches.
-
-A composition of experts continues each prompt with the expert that its router picks.
-"""
+"""Continues the prompts of a terminal, as the text comes, or those of a file, in batches."""
 
 import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +14,33 @@ from sparse_dataflow.commands.models import load_model
 from sparse_dataflow.commands.training_data import corpus_of, corpus_tokens, refuse_changed
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.data.chat import USER
-from sparse_dataflow.evaluation import activation_sparsity, generate
-from sparse_dataflow.evaluation.composition import Experts, Prompt
+from sparse_dataflow.evaluation import activation_sparsity, decoded_form, generate, kv_cache
 from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.run_files import read_config
 from sparse_dataflow.evaluation.trained import Model
 from sparse_dataflow.files import json_files, output
 from sparse_dataflow.files.errors import UserError
+
+
+@dataclasses.dataclass
+class Writer:
+    """A model that continues prompts.
+
+    Attributes:
+      model: without parameters if it has weights.
+      weights: for decoding; None until `prepared` makes them from the model's parameters.
+      form: of masked weights, see `decoded_form`.
+    """
+
+    model: Model
+    weights: Any = None
+    form: str = decoded_form.AUTO
+
+    def prepared(self) -> kv_cache.Weights:
+        """Returns the weights for decoding, which are prepared once."""
+        if self.weights is None:
+            self.weights = kv_cache.prepare(self.model.model, self.model.params, self.form)
+        return self.weights
 
 
 def with_thresholds(trained: Model, share: activation_sparsity.Share) -> Model:
@@ -81,13 +98,12 @@ def say_traffic(offloaded: OffloadedExperts) -> None:
         )
 
 
-def converse(experts: Experts, samples: int, seed: int, **sampling: Any) -> None:
+def converse(writer: Writer, samples: int, seed: int, **sampling: Any) -> None:
     """Continues each line of the input until it ends, each with the next seeds.
 
     Ctrl-C stops the text that is being written; at the prompt it ends the conversation.
 
     Args:
-      experts: the model or models.
       samples: number of continuations of each line.
       seed: of the first continuation.
       **sampling: `chat` of `encoded_prompts`; for the rest see `evaluation.generate.generate`.
@@ -100,7 +116,7 @@ def converse(experts: Experts, samples: int, seed: int, **sampling: Any) -> None
             print()
             return
         try:
-            write(experts, line, samples, first, **sampling)
+            write(writer, line, samples, first, **sampling)
         except KeyboardInterrupt:
             print()
         except UserError as error:
@@ -129,7 +145,7 @@ def encoded_prompts(trained: Model, prompts: Sequence[str], chat: bool) -> list[
 
 
 def write(
-    experts: Experts, prompt: str, samples: int, seed: int, chat: bool = False, **sampling: Any
+    writer: Writer, prompt: str, samples: int, seed: int, chat: bool = False, **sampling: Any
 ) -> None:
     """Prints a prompt and its continuations; takes the arguments of `converse`.
 
@@ -138,11 +154,10 @@ def write(
     Raises:
       UserError: the prompt is too long for the model, or see `encoded_prompts`.
     """
-    [name] = experts.choose([Prompt(prompt)])
-    trained = experts.models[name]
+    trained = writer.model
     [tokens] = encoded_prompts(trained, [prompt], chat)
     generate.check_prompts([tokens], trained.model.vocab_size, trained.context)
-    sampling["weights"] = _activated(experts, name)
+    sampling["weights"] = writer.prepared()
 
     def print_text(index, text):
         output.print_text(text, end="")
@@ -161,20 +176,9 @@ def write(
             print(f"(The context of {trained.context} tokens is full.)", file=sys.stderr)
 
 
-def _activated(experts: Experts, name: str) -> Any:
-    """Puts an expert on the device, and says its name and the time of the switch."""
-    weights, switch = experts.activate(name)
-    if switch:
-        moved, milliseconds = switch.bytes / 1e6, 1e3 * switch.seconds
-        say(f"{name}: {moved:,.1f} MB moved to the device in {milliseconds:,.1f} ms")
-    elif name:
-        say(f"{name}: on the device")
-    return weights
-
-
 def write_file(
-    experts: Experts,
-    prompts: Sequence[Prompt],
+    writer: Writer,
+    prompts: Sequence[str],
     batch: int,
     samples: int,
     seed: int,
@@ -183,12 +187,9 @@ def write_file(
 ) -> None:
     """Prints the continuations of prompts as JSON lines, in the order of the prompts.
 
-    A text does not depend on the batch size.  All prompts of an expert come after one switch; their
-    lines are printed as soon as all lines before them are.
+    A text does not depend on the batch size.
 
     Args:
-      experts: the model or models.
-      prompts: see `read_prompts`.
       batch: number of continuations that are generated at once.
       samples: number of continuations of each prompt.
       seed: of the first continuation; each further one has the next seed.
@@ -198,59 +199,38 @@ def write_file(
     Raises:
       UserError: a prompt is too long for its model, or see `encoded_prompts`.
     """
-    names = experts.choose(prompts)
-    groups = {n: [i for i, name in enumerate(names) if name == n] for n in dict.fromkeys(names)}
-    encoded: dict[int, list[int]] = {}
-    for name, numbers in groups.items():
-        texts = [prompts[number].text for number in numbers]
-        encoded.update(zip(numbers, encoded_prompts(experts.models[name], texts, chat)))
+    trained = writer.model
+    encoded = encoded_prompts(trained, prompts, chat)
     # All prompts are checked before the first token, or a long file would fail after an hour.
-    for number, name in enumerate(names):
-        trained = experts.models[name]
-        size, context = trained.model.vocab_size, trained.context
-        generate.check_prompts([encoded[number]], size, context, first=number + 1)
-
-    lines: dict[int, str] = {}
-    printed = 0
-    for name, numbers in groups.items():
-        weights = _activated(experts, name)
-        rows = [number * samples + sample for number in numbers for sample in range(samples)]
-        for start in range(0, len(rows), batch):
-            chosen = rows[start : start + batch]
-            continuations = generate.generate(
-                experts.models[name],
-                [encoded[row // samples] for row in chosen],
-                seed=[seed + row for row in chosen],
-                weights=weights,
-                **sampling,
-            )
-            for row, continuation in zip(chosen, continuations):
-                fields = {
-                    "prompt": prompts[row // samples].text,
-                    "sample": row % samples,
-                    "text": continuation.text,
-                    "stopped_by": continuation.stopped_by,
-                }
-                fields |= {"run": name} if name else {}
-                lines[row] = json.dumps(fields, ensure_ascii=False)
-            # Experts finish their prompts in another order than the file has them.  A line is
-            # printed as soon as all before it are, so that a killed command leaves a prefix of the
-            # file.
-            while printed in lines:
-                print(lines.pop(printed), flush=True)
-                printed += 1
+    generate.check_prompts(encoded, trained.model.vocab_size, trained.context)
+    weights = writer.prepared()
+    rows = range(len(prompts) * samples)
+    for start in range(0, len(rows), batch):
+        chosen = rows[start : start + batch]
+        continuations = generate.generate(
+            trained,
+            [encoded[row // samples] for row in chosen],
+            seed=[seed + row for row in chosen],
+            weights=weights,
+            **sampling,
+        )
+        for row, continuation in zip(chosen, continuations):
+            fields = {
+                "prompt": prompts[row // samples],
+                "sample": row % samples,
+                "text": continuation.text,
+                "stopped_by": continuation.stopped_by,
+            }
+            print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
-def read_prompts(path: str, runs: Collection[str] = ()) -> list[Prompt]:
+def read_prompts(path: str) -> list[str]:
     """Reads prompts: one a line, or of .jsonl files a string or {"prompt": string} a line.
 
     Empty lines are skipped.
 
-    Args:
-      runs: names that a line may have as "run", which is not read if there are none.
-
     Raises:
-      UserError: the file cannot be read, is empty, or a line has no prompt or an unknown run.
+      UserError: the file cannot be read, is empty, or a line has no prompt.
     """
     try:
         text = json_files.read_bytes(Path(path).expanduser()).decode("utf-8-sig")
@@ -259,7 +239,7 @@ def read_prompts(path: str, runs: Collection[str] = ()) -> list[Prompt]:
     prompts = []
     # `splitlines` would cut a prompt at form feeds and other separators too.
     for number, line in enumerate(text.split("\n"), start=1):
-        line, run = line.removesuffix("\r"), ""
+        line = line.removesuffix("\r")
         if not line.strip():
             continue
         if path.endswith(".jsonl"):
@@ -273,15 +253,8 @@ def read_prompts(path: str, runs: Collection[str] = ()) -> list[Prompt]:
                     f"{path}, line {number}, has no prompt; legal: a JSON string, or an object "
                     'with "prompt".'
                 )
-            if isinstance(value, dict) and runs:
-                run = value.get("run") or ""
-                if run and run not in runs:
-                    raise UserError(
-                        f"{path}, line {number}, names the run {run!r}; legal: {', '.join(runs)}, "
-                        'or no "run" for the router\'s choice.'
-                    )
             line = prompt
-        prompts.append(Prompt(line, run))
+        prompts.append(line)
     if not prompts:
         raise UserError(f"The file of prompts {path} is empty.")
     return prompts

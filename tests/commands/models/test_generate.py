@@ -12,10 +12,9 @@ import sparse_dataflow as sd
 from experiments import generate
 from sparse_dataflow.commands import command_line
 from sparse_dataflow.commands.models import load_model
-from sparse_dataflow.commands.models.generate import read_prompts, write_file
+from sparse_dataflow.commands.models.generate import Writer, read_prompts, write_file
 from sparse_dataflow.data.tokenizer import gpt2_tokenizer
 from sparse_dataflow.evaluation import generate as generation
-from sparse_dataflow.evaluation.composition import OneModel
 from sparse_dataflow.files.errors import UserError
 
 TOKENIZER = gpt2_tokenizer()
@@ -24,7 +23,7 @@ TOKENIZER = gpt2_tokenizer()
 @pytest.fixture(autouse=True)
 def no_weights(monkeypatch):
     """Most models here have no parameters to prepare."""
-    monkeypatch.setattr(OneModel, "activate", lambda experts, name: (experts._weights, None))
+    monkeypatch.setattr(Writer, "prepared", lambda writer: writer.weights)
 
 
 @pytest.fixture
@@ -85,8 +84,6 @@ def test_ctrl_c_stops_the_text_and_ends_at_the_prompt(converse, end):
         (["--run=RUN", "--activation_sparsity=0.4,qkv:0.5"], "sparsity=0.4,qkv:0.5 is not legal"),
         (["--run=RUN", "--activation_sparsity=qkv:0.4,qkv:0.5"], "qkv:0.5 is not legal"),
         (["--run=RUN", "--activation_sparsity=qkv:half"], "=qkv:half is not legal: it must be"),
-        (["--runs=A,B", "--activation_sparsity=qkv:0.4"], "--activation_sparsity is for one"),
-        (["--runs=A,B", "--activation_sparsity=0.4"], "--activation_sparsity is for one --run"),
         (["--run=RUN", "--activation_sparsity=0.4"], "RUN is a Hugging Face directory; legal"),
     ],
 )
@@ -121,12 +118,9 @@ def test_experts_in_host_memory_write_the_same_text_and_the_traffic_is_said(monk
     ), texts[1].err
 
 
-@pytest.mark.parametrize(
-    "flags", [["--runs=A,B"], ["--run=RUN", "--activation_sparsity=0.4"]], ids=["runs", "zeros"]
-)
-def test_slots_of_experts_are_for_one_run_without_zeros(capsys, flags):
+def test_slots_of_experts_do_not_go_with_zeros(capsys):
     with pytest.raises(SystemExit) as left:
-        argv = ["generate", "--expert_slots=2", *flags]
+        argv = ["generate", "--expert_slots=2", "--run=RUN", "--activation_sparsity=0.4"]
         command_line.run_main(generate.main, generate.__doc__, options=generate.Options, argv=argv)
     assert left.value.code == 2 and "--expert_slots is for " in capsys.readouterr().err
 
@@ -198,7 +192,7 @@ def test_files_without_prompts_are_refused(tmp_path, content, message):
         tokenizer=TOKENIZER, context=16, model=SimpleNamespace(vocab_size=TOKENIZER.vocab_size)
     )
     with pytest.raises(UserError, match=message):
-        write_file(OneModel(model), read_prompts(str(path)), batch=1, samples=1, seed=0)
+        write_file(Writer(model), read_prompts(str(path)), batch=1, samples=1, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -207,11 +201,7 @@ def test_files_without_prompts_are_refused(tmp_path, content, message):
         ({"samples": 2}, "--temperature above 0"),
         ({"prompt": "a", "interactive": True}, "Give one of"),
         ({"prompts": "a", "interactive": True}, "Give one of"),
-        ({"run": "a", "runs": "a,b"}, "Give one of --run and --runs"),
-        ({"run": "a", "router_corpora": "a,b"}, "--router_corpora is for a router"),
-        ({"runs": "a"}, "is one run; give two or more"),
-        ({"runs": "a,"}, "has an empty name"),
-        ({"runs": "missing,other"}, "missing"),
+        ({"run": "a", "expert_slots": 2, "form": "int8"}, "--form does not go with --expert_slots"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(options, message):
