@@ -5,22 +5,16 @@ given and would have no effect is refused, and its default is not.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from sparse_dataflow.core.config import settings
 from sparse_dataflow.core.config.attention_settings import FAMILY_FIELDS, MIXTURE
 from sparse_dataflow.core.config.model import GROWN
 from sparse_dataflow.core.config.projections import PROJECTIONS
-from sparse_dataflow.core.config.sparsity import EvolutionConfig, SparsityConfig
-from sparse_dataflow.core.config.training import TrainingConfig
+from sparse_dataflow.core.config.training import SCHEDULES
 from sparse_dataflow.core.executors.compatibility import WEIGHTS, Conflict, Option, refuse
 from sparse_dataflow.runs.parallel import ONLY_RELAY
-from sparse_dataflow.runs.run_config import DataConfig
-
-EXCHANGING = tuple(f"evolution.{name}" for name in ("every", "share", "max_fan_out", "row_shards"))
-"""Settings of the methods that exchange blocks."""
-EXCHANGES = ("set", "rigl")
-ADAM = ("adamw", "muon", "schedule_free")
-"""Optimizers that read the settings of Adam."""
+from sparse_dataflow.runs.run_config import RunConfig
 
 FROM_WEIGHTS = ("scale", "model.vocab_size", "model.max_len", "model.norm", "model.positions",
                 "model.activation", "model.parametrization", "data.tokenizer",
@@ -72,79 +66,52 @@ def _while(
     return Option(words, used, example)
 
 
-METHOD = EvolutionConfig().method
-"""The method of evolution of a command line that names none."""
+SUCH_AS = {"evolution.method": "gradual", "training.adapter_rank": 4}
+"""Examples of other values than the default; of places it is a folder."""
 
 
-def _unread(
-    paths: Iterable[str],
+def _only(
+    names: str,
     by: str,
-    default: object,
-    unread: Callable[[object], object],
+    values: Sequence[object],
     because: str,
-    legal: str,
-    read: Mapping[str, object],
-    other: object,
+    example: object,
+    other: object = "",
     words: str = "",
 ) -> Conflict:
-    """Returns the row of settings that nothing reads while another setting has some values.
+    """Returns the row of settings that are read only where another setting has some values.
 
     Args:
-      paths: of the settings.
+      names: of the settings, of one config.
       by: path of the other setting.
-      default: its value in a command line that does not name it.
-      unread: (value of it) -> whether nothing reads the settings.
+      values: of it; empty is every value but its default.
       because: completes "SETTING with OTHER=VALUE, ".
-      legal: with what the settings are read.
-      read: an example of a setting, with what reads it.
-      other: a value of the other setting that does not.
+      example: a value of the first setting.
+      other: a value of the other setting that does not read them; empty is its default.
       words: names the settings; empty is their paths.
     """
-    paths = tuple(paths)
+    part, _, several = names.partition(".")
+    paths = [f"{part}.{name}" for name in several.split()]
+    default = settings.by_path(RunConfig)[by].default
+    read = values[0] if values else SUCH_AS.get(by, "FOLDER")
+    # A scale may bring another shape than the default, so only a shape that is given counts.
+    unnamed = read if by.startswith("model.") else default
+    unread = other or default
 
-    def used(given):
-        return given.words(path for path in paths if given.changes.get(path) not in ((), ""))
+    def used(command):
+        # An empty list or text is what a command line writes for "none of it".
+        return command.words(path for path in paths if command.changes.get(path) not in ((), ""))
+
+    def fits(value):
+        return value not in values if values else value == default
 
     return Conflict(
-        Option(words or ", ".join(paths), used, read),
-        (_while(f"{by}={other}", by, default, unread, {by: other}),),
+        Option(words or ", ".join(paths), used, {paths[0]: example, by: read}),
+        (_while(f"{by}={unread}", by, unnamed, fits, {by: unread}),),
         because,
-        f"legal: {legal}",
-    )
-
-
-def _read_by_methods(
-    paths: Iterable[str],
-    methods: tuple[str, ...],
-    because: str,
-    read: Mapping[str, object],
-    words: str = "",
-) -> Conflict:
-    """Returns the row of settings that only some methods of evolution read."""
-    return _unread(
-        paths,
-        "evolution.method",
-        METHOD,
-        lambda method: method not in methods,
-        because,
-        f"--evolution={' or '.join(methods)}",
-        read,
-        METHOD,
-        words,
-    )
-
-
-def _read_by_optimizers(path: str, optimizers: tuple[str, ...], value: object) -> Conflict:
-    """Returns the row of a setting that only some optimizers read."""
-    return _unread(
-        [path],
-        "training.optimizer",
-        TrainingConfig.optimizer,
-        lambda optimizer: optimizer not in optimizers,
-        "which does not read it",
-        f"training.optimizer={', '.join(optimizers)}",
-        {path: value},
-        "adafactor",
+        f"legal: {by}={' or '.join(map(str, values))}"
+        if values
+        else f"legal: another {by}, such as {read}",
     )
 
 
@@ -170,6 +137,40 @@ DENSE_PATTERN = _while(
     {"sparsity.pattern": "dense"},
 )
 GIVEN_WEIGHTS = _while("run.init_from", "run.init_from", "", bool, WEIGHTS)
+
+ADAM = ("adamw", "muon", "schedule_free")
+"""Optimizers that read the settings of Adam."""
+
+READ_WITH: tuple[tuple, ...] = (
+    (f"parallel.{' '.join(ONLY_RELAY)}", "parallel.executor", ["relay"],
+     "which has no such setting", "host", "whole", "settings of the relay"),
+    ("evolution.every share max_fan_out row_shards", "evolution.method", ["set", "rigl"],
+     "which exchanges no blocks", 50, "", "settings of an exchange"),
+    ("evolution.sequences", "evolution.method", ["rigl", "omit_features"],
+     "which measures nothing", 8),
+    ("evolution.first", "evolution.method", ["sparse_to_dense"], "which turns nothing dense",
+     "qkv"),
+    ("evolution.omitted features", "evolution.method", ["omit_features"],
+     "which leaves out no features", 0.25),
+    ("evolution.at", "evolution.method", [], "which has no such step", 0.5),
+    ("training.decay", "training.schedule", ["wsd"], "which has no part of that length", 0.5),
+    ("training.final_rate", "training.schedule", [s for s in SCHEDULES if s != "constant"],
+     "which ends at its peak", 0.5, "constant"),
+    ("training.b1 b2", "training.optimizer", [*ADAM, "lion"], "which does not read it", 0.5,
+     "adafactor"),
+    ("training.epsilon", "training.optimizer", ADAM, "which does not read it", 1e-6, "lion"),
+    ("training.mask_share mask_replaced mask_random", "training.objective", ["masked"],
+     "which hides no tokens", 0.25, "", "settings of hidden tokens"),
+    ("training.adapter_alpha", "training.adapter_rank", [], "which adds no adapters", 8.0),
+    ("training.teacher_weight teacher_first", "training.teacher", [], "which is empty", 0.25, "",
+     "settings of a teacher"),
+    ("data.column", "data.corpus", [], "which has no columns", "text"),
+    (f"model.{' '.join(name for name in FAMILY_FIELDS if name.startswith('rotary_'))}",
+     "model.positions", ["rotary"], "which rotates nothing", 0.5, "none",
+     "settings of rotary positions"),
+    ("sparsity.span", "sparsity.pattern", ["masked"], "which spans no inputs", 4),
+)  # fmt: skip
+"""Arguments of `_only`: a row for settings that something reads only beside some others."""
 
 ROWS = (
     Conflict(
@@ -205,138 +206,7 @@ ROWS = (
         "which stores every block",
         "legal: no density, or another pattern",
     ),
-    _unread(
-        [f"parallel.{name}" for name in ONLY_RELAY],
-        "parallel.executor",
-        "auto",
-        lambda executor: executor != "relay",
-        "which has no such setting",
-        "--executor=relay",
-        {"parallel.stash": "host", "parallel.executor": "relay"},
-        "whole",
-        words="settings of the relay",
-    ),
-    _read_by_methods(
-        EXCHANGING,
-        EXCHANGES,
-        "which exchanges no blocks",
-        {"evolution.every": 50, "evolution.method": "rigl"},
-        words="settings of an exchange",
-    ),
-    _read_by_methods(
-        ["evolution.sequences"],
-        ("rigl", "omit_features"),
-        "which measures nothing",
-        {"evolution.sequences": 8, "evolution.method": "omit_features"},
-    ),
-    _read_by_methods(
-        ["evolution.first"],
-        ("sparse_to_dense",),
-        "which turns nothing dense",
-        {"evolution.first": "qkv", "evolution.method": "sparse_to_dense"},
-    ),
-    _read_by_methods(
-        ["evolution.omitted", "evolution.features"],
-        ("omit_features",),
-        "which leaves out no features",
-        {"evolution.omitted": 0.25, "evolution.method": "omit_features"},
-    ),
-    _unread(
-        ["evolution.at"],
-        "evolution.method",
-        METHOD,
-        lambda method: method == METHOD,
-        "which has no such step",
-        "another --evolution",
-        {"evolution.at": 0.5, "evolution.method": "gradual"},
-        METHOD,
-    ),
-    _unread(
-        ["training.decay"],
-        "training.schedule",
-        TrainingConfig.schedule,
-        lambda schedule: schedule != "wsd",
-        "which has no part of that length",
-        "training.schedule=wsd",
-        {"training.decay": 0.5, "training.schedule": "wsd"},
-        "linear",
-    ),
-    _unread(
-        ["training.final_rate"],
-        "training.schedule",
-        TrainingConfig.schedule,
-        lambda schedule: schedule == "constant",
-        "which ends at its peak",
-        "another training.schedule",
-        {"training.final_rate": 0.5},
-        "constant",
-    ),
-    _read_by_optimizers("training.b1", (*ADAM, "lion"), 0.5),
-    _read_by_optimizers("training.b2", (*ADAM, "lion"), 0.5),
-    _read_by_optimizers("training.epsilon", ADAM, 1e-6),
-    _unread(
-        [f"training.{name}" for name in ("mask_share", "mask_replaced", "mask_random")],
-        "training.objective",
-        TrainingConfig.objective,
-        lambda objective: objective != "masked",
-        "which hides no tokens",
-        "training.objective=masked",
-        {"training.mask_share": 0.25, "training.objective": "masked"},
-        "causal",
-        words="settings of hidden tokens",
-    ),
-    _unread(
-        ["training.adapter_alpha"],
-        "training.adapter_rank",
-        0,
-        lambda rank: not rank,
-        "which adds no adapters",
-        "training.adapter_rank of 1 or more",
-        {"training.adapter_alpha": 8.0, "training.adapter_rank": 4},
-        0,
-    ),
-    _unread(
-        ["training.teacher_weight", "training.teacher_first"],
-        "training.teacher",
-        "",
-        lambda teacher: not teacher,
-        "which is empty",
-        "training.teacher=FOLDER",
-        {"training.teacher_weight": 0.25, "training.teacher": "runs/teacher"},
-        "",
-        words="settings of a teacher",
-    ),
-    _unread(
-        ["data.column"],
-        "data.corpus",
-        DataConfig.corpus,
-        lambda corpus: corpus == DataConfig.corpus,
-        "which has no columns",
-        "a corpus of records",
-        {"data.column": "text", "data.corpus": "hf:OWNER/NAME"},
-        DataConfig.corpus,
-    ),
-    _unread(
-        ["sparsity.span"],
-        "sparsity.pattern",
-        SparsityConfig.pattern,
-        lambda pattern: pattern != "masked",
-        "which spans no inputs",
-        "--pattern=masked",
-        {"sparsity.span": 4, "sparsity.pattern": "masked"},
-        "monarch",
-    ),
-    _unread(
-        [f"model.{name}" for name in FAMILY_FIELDS if name.startswith("rotary_")],
-        "model.positions",
-        "rotary",
-        lambda positions: positions != "rotary",
-        "which rotates nothing",
-        "model.positions=rotary",
-        {"model.rotary_base": 500.0, "model.positions": "rotary"},
-        "none",
-        words="settings of rotary positions",
-    ),
+    *(_only(*row) for row in READ_WITH),
     Conflict(
         _given("settings that weights bring", FROM_WEIGHTS, {"model.norm": "rmsnorm"}),
         (GIVEN_WEIGHTS,),

@@ -33,8 +33,8 @@ def test_the_flags_of_all_violated_rows_are_named_at_once():
     assert str(refused.value) == (
         "--set run.minutes with --set training.steps, which sets the length too; legal: one of "
         "them. --set parallel.stash, --set parallel.server_dir with parallel.executor=auto, which "
-        "has no such setting; legal: --executor=relay. --set evolution.every with "
-        "evolution.method=static, which exchanges no blocks; legal: --evolution=set or rigl. "
+        "has no such setting; legal: parallel.executor=relay. --set evolution.every with "
+        "evolution.method=static, which exchanges no blocks; legal: evolution.method=set or rigl. "
         "--set evolution.first with evolution.method=static, which turns nothing dense; legal: "
-        "--evolution=sparse_to_dense."
+        "evolution.method=sparse_to_dense."
     )

@@ -149,7 +149,7 @@ def test_the_depth_is_the_same_after_a_resume(job, tmp_path):
     [
         (
             ["--set=parallel.stash=host"],
-            "parallel.executor=auto, which has no such setting; legal: --executor=relay",
+            "parallel.executor=auto, which has no such setting; legal: parallel.executor=relay",
         ),
         (["--executor=relay", "--set=parallel.depth_schedule=grow:2"], "legal: constant, drop:P"),
         (
