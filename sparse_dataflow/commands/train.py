@@ -147,6 +147,9 @@ def train_experiment(request: Request, experiment: str, *, sparse: bool = True) 
             run_folder.refuse_other_experiment(request.resume, experiment)
         elif chosen:
             _say_scale(config, chip)
+        elif config.run.init_from and "data.corpus" not in request.changes:
+            # Whoever brings a model brings a text too, and a forgotten flag would cost the run.
+            say(f"no --corpus is given, so it trains on {config.data.corpus}, Python's own sources")
         resume = bool(request.resume)
         command = started_by(experiment), *sys.argv[1:]
         if request.branches:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 
@@ -60,6 +61,14 @@ def test_the_setting_chooses_the_model_else_the_kind_of_the_new_run(place, spars
     assert start.words == f"the {expected} model of {place / 'run'} after step 1"
     if expected == "sparse" and sparse:  # Its layouts come with it, so nothing is pruned.
         assert config.sparsity.block == 16
+
+
+@pytest.mark.parametrize("corpus", [{}, {"data__corpus": "python_stdlib"}])
+def test_a_model_without_a_text_says_what_it_trains_on(place, monkeypatch, capfd, corpus):
+    monkeypatch.setattr(train, "train", lambda *_, **__: types.SimpleNamespace(status=0))
+    assert train.train_experiment(request_of(place, **corpus), "gpt13b_sparse") == 0
+    words = "".join(capfd.readouterr())
+    assert ("no --corpus is given, so it trains on python_stdlib" in words) == (not corpus)
 
 
 @pytest.mark.parametrize("named", ["narrow", "sparse"])
