@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.benchmarks import energy
 from sparse_dataflow.commands import train
 from sparse_dataflow.commands.planning import options
 from sparse_dataflow.commands.request import Request
@@ -14,7 +15,6 @@ from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.layouts import model_layouts
 from sparse_dataflow.files.errors import UserError
-from sparse_dataflow.hardware import energy
 from sparse_dataflow.hardware.chips import Chip
 from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.runs.run_config import RunConfig

@@ -5,10 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from experiments.benchmarks import benchmark, joules
+from experiments.benchmarks import benchmark, energy, joules
 from experiments.benchmarks.chip_report import chip_page, chip_rows
 from experiments.benchmarks.chip_report.chip_data import ChipFacts, ChipReport
-from sparse_dataflow.hardware import energy
 
 SECONDS = {"dense": np.full(3, 4.0), "sparse": np.full(3, 2.0)}
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from sparse_dataflow.hardware import energy
+from experiments.benchmarks import energy
 
 RANGE = 262_143_328_850
 
