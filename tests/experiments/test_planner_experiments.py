@@ -150,8 +150,9 @@ def test_truth_prints_every_row(tmp_path, capsys):
     assert "held out " in out and "175B strong" in out and "4.5x" in out
     with (tmp_path / "truth.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == sum(len(list(published.rows(s))) for s in published.SOURCES)
-    assert {row["split"] for row in rows} == {"fit", "test", "confirm"}
+    sources = *published.SOURCES, *published.DIAGNOSED, *sum(published.CONFIRMATIONS, ())
+    assert len(rows) == sum(len(list(published.rows(s))) for s in sources)
+    assert {row["split"] for row in rows} == {"fit", "test", "terms", "confirm"}
     assert "confirmation 1" in out and "vocabulary_a100" in out and "nanotron_h100" in out
     assert (tmp_path / "truth.png").stat().st_size > 10_000
 
