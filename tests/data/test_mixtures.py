@@ -4,12 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_dataflow.core.config import settings
 from sparse_dataflow.data.batches import TokenMixture, TrainBatches, drawn, drawn_before
 from sparse_dataflow.data.corpora import load_corpus
 from sparse_dataflow.data.corpus.mixtures import mixture_weights
+from sparse_dataflow.data.corpus.names import is_path
 from sparse_dataflow.data.tokenizer import train_tokenizer
 from sparse_dataflow.data.tokens import prepare_tokens
 from sparse_dataflow.files.errors import UserError
+from sparse_dataflow.runs.run_config import RunConfig
 
 
 def test_weights_add_up_to_one_and_names_may_have_colons():
@@ -27,6 +30,15 @@ def test_an_existing_path_is_no_mixture(tmp_path, monkeypatch):
 def test_an_illegal_mixture_is_refused(text):
     with pytest.raises(UserError, match=r"mixture has .*legal"):
         mixture_weights(text)
+
+
+def test_a_mixture_may_be_longer_than_a_path():
+    text = ",".join(f"~nobody/language_{number}:1" for number in range(300))
+    setting = settings.by_path(RunConfig)["data.corpus"]
+    assert settings.parsed(setting, text, "--corpus").count(",") == 299
+    assert len(mixture_weights(text)) == 300 and not is_path("x" * 5000)
+    with pytest.raises(UserError, match="too long"):
+        settings.parsed(setting, "books:1," + "x" * 300 + ":1", "--corpus")
 
 
 @pytest.fixture

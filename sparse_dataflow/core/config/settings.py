@@ -462,8 +462,10 @@ def expanded(text: str) -> str:
         )
     if "\0" in path:
         raise ValueError("is not legal: it has a NUL character, which no file name may have.")
-    longest = max(len(name.encode()) for name in path.split("/"))
-    if longest > _LONGEST_NAME or len(path.encode()) > _LONGEST_PATH:
+    # A mixture of corpora is several names or paths.
+    paths = path.encode().split(b",")
+    longest = max(len(name) for each in paths for name in each.split(b"/"))
+    if longest > _LONGEST_NAME or max(map(len, paths)) > _LONGEST_PATH:
         raise ValueError(
             f"is too long; a name may have {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH:,}."
         )

@@ -12,6 +12,14 @@ from sparse_dataflow.data.local_files import say_once
 from sparse_dataflow.files.errors import UserError
 
 
+def exists(name: str) -> bool:
+    """Returns whether a text is the path of a file or folder."""
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return False  # Too long for a path, or the home folder of nobody.
+
+
 def mixture_weights(text: str) -> dict[str, float]:
     """Returns the weights of a mixture by the names of its corpora; they add up to 1.
 
@@ -21,7 +29,7 @@ def mixture_weights(text: str) -> dict[str, float]:
     Raises:
       UserError: a name is missing or repeated, or a weight is not a number above 0.
     """
-    if "," not in text or Path(text).expanduser().exists():
+    if "," not in text or exists(text):
         return {}
     weights: dict[str, float] = {}
     for source in text.split(","):

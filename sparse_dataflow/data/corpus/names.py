@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparse_dataflow.data import hub, tfds_copies, token_files
 from sparse_dataflow.data.cache import resolved
-from sparse_dataflow.data.corpus.mixtures import mixture_weights
+from sparse_dataflow.data.corpus.mixtures import exists, mixture_weights
 from sparse_dataflow.data.local_files import LEGAL_FILES, LocalSource, has_text_suffix
 from sparse_dataflow.files import addresses
 from sparse_dataflow.files.errors import UserError
@@ -23,7 +23,7 @@ BUILT_IN = ("python_stdlib",)
 
 def is_path(name: str) -> bool:
     """Returns whether a name is that of a path or an address."""
-    if addresses.is_address(name) or Path(name).expanduser().exists():
+    if addresses.is_address(name) or exists(name):
         return True
     return name.startswith(("/", ".", "~", "\\")) or has_text_suffix(name)
 
