@@ -47,10 +47,9 @@ def read(platform: str, powercap: Path = POWERCAP) -> Reading | None:
       platform: that of its jax device, "cpu", "gpu" or "tpu".
       powercap: folder of the kernel's power zones.
     """
+    readers = {"cpu": lambda: _packages(powercap), "gpu": _first_gpu}
     try:
-        if platform == "cpu":
-            return _packages(powercap)
-        return _first_gpu() if platform == "gpu" else None
+        return readers[platform]() if platform in readers else None
     # A driver's library raises errors of its own, and missing energy must not end a benchmark.
     except Exception:
         return None

@@ -17,8 +17,9 @@ from pathlib import Path
 from sparse_dataflow.commands.experiment_modules import command_of
 from sparse_dataflow.files import folders, json_files, storage
 from sparse_dataflow.files.errors import UserError, redact
-from sparse_dataflow.hardware import detect, energy
+from sparse_dataflow.hardware import detect
 
+from .. import energy
 from . import chip_data, chip_rows
 from .chip_data import (
     DONE,
