@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.benchmarks import energy
 from sparse_dataflow.commands import train
 from sparse_dataflow.commands.planning import options
 from sparse_dataflow.commands.request import Request
@@ -20,7 +19,7 @@ from sparse_dataflow.hardware.detect import keep_freed_memory
 from sparse_dataflow.runs.run_config import RunConfig
 from sparse_dataflow.runs.variants import variant
 
-from . import joules, paired
+from . import energy, joules, paired
 
 UNREAD = ("evolution.", "parallel.", "run.", "training.steps")
 """Beginnings of the paths that no benchmark reads."""

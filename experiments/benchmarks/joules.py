@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from experiments.benchmarks import energy
+from . import energy
 
 LEAST_SECONDS = 2.0
 """Seconds of a measurement.  The counter of a GPU moves only about ten times a second."""

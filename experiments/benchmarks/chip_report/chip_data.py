@@ -4,9 +4,10 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from experiments.benchmarks.energy import UNKNOWN
 from sparse_dataflow.files import json_files
 from sparse_dataflow.files.errors import UserError
+
+from ..energy import UNKNOWN
 
 DONE, FAILED, TIMED_OUT, NOT_RUN = "done", "failed", "timed out", "not run"
 """Statuses of a row."""
