@@ -195,7 +195,7 @@ def save(
     model.model.refuse_bidirectional(
         f"A reader of the {form} form", "the run folder, which sd.load and run.init_from read"
     )
-    model.model.refuse_prompt(
+    model.model.refuse_additions(
         f"The {form} form", "the run folder, which sd.load, generate and evaluate read"
     )
     if form == "adapter":

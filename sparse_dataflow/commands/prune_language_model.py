@@ -55,7 +55,7 @@ def prune_language_model(
       UserError: as `sd.prune`.
     """
     model, layers = _opened(model, by_layer=not pattern)
-    model.model.refuse_prompt("A pruned model", "the weights that they were trained on")
+    model.model.refuse_additions("A pruned model", "the weights that they were trained on")
     batches = _token_batches(model, batches, tokens)
     old = model.model
     if old.shared_layers:

@@ -205,7 +205,7 @@ class Request:
             base = run.supar(base)
         if self.changes.get("data.tokenizer") == "gpt2":
             base = base.change(model__vocab_size=GPT2_VOCABULARY)
-        adapted = ("training.adapter_rank", "training.prompt_vectors")
+        adapted = ("training.adapter_rank", "training.prompt_vectors", "training.side_width")
         if any(map(self.changes.get, adapted)):  # The twin of a preset would be refused.
             base = base.change(run__twin=False)
         config = settings.changed(base, self.changes)

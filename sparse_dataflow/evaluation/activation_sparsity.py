@@ -70,7 +70,7 @@ def with_thresholds(model: Model, tokens: TokenArray, share: Share) -> Model:
       UserError: the model has experts, or not a projection of the share.
     """
     config, groups = model.model, []
-    config.refuse_prompt("Activation sparsity", "a share of 0")
+    config.refuse_additions("Activation sparsity", "a share of 0")
     layers = stacks.weights(config, model.params)
     windows = calibration_windows(tokens, model.context)
     levels = input_levels(config, model.params["embed"], layers, windows, share)

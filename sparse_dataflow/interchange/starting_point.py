@@ -220,7 +220,7 @@ def read(folder: str, variant: str = "", preferred: str = SPARSE) -> StartingPoi
 def _run_start(folder, variant, checkpoint):
     local = on_this_machine(folder, checkpoint)
     run = load_run(local, variant, checkpoint)
-    run.model.refuse_prompt(f"run.init_from={folder}", "the weights that they were trained on")
+    run.model.refuse_additions(f"run.init_from={folder}", "the weights that they were trained on")
     run.model.require(
         "init_from",
         f"run.init_from={folder}",

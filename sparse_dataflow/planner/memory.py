@@ -27,6 +27,7 @@ from sparse_dataflow.core.training.cost import (
     DTYPE_BYTES,
     embeddings,
     parameter_count,
+    side_count,
     stored_fractions,
 )
 from sparse_dataflow.hardware.chips import GIB, Chip
@@ -53,11 +54,12 @@ def matrix_count(config: ModelConfig, projections: Sequence[str] = PROJECTIONS) 
 
 
 def term_count(config: ModelConfig) -> int:
-    """Counts the matrices of added terms and the prompt vectors, which are all that a training of
-    adapters changes."""
+    """Counts the matrices of added terms and of a side network, and the prompt vectors, which are
+    all that a training of adapters changes."""
     shapes = {name: config.projection_shape(name) for name in config.projections}
     block = sum(config.linear(name).term_numbers(shape) for name, shape in shapes.items())
-    return config.stored_layers * block + config.prompt_vectors * config.d_model
+    added = config.prompt_vectors * config.d_model + side_count(config)
+    return config.stored_layers * block + added
 
 
 def block_and_rest(config: ModelConfig) -> tuple[int, int]:
@@ -301,6 +303,10 @@ def activation_bytes(
     }[config.remat]
     # "full": input; "keep": also attn_out's output; "none": also both sums and both norm outputs.
     boundary = {"full": d, "keep": 2 * d, "none": 5 * d - absent}[config.remat] * compute
+    if config.side_width:
+        # What the side network reads, and with "none" its state and hidden features.
+        kept = d + (1 if config.remat == "full" else 6) * config.side_width
+        return ActivationBytes(kept * compute, kept * compute, whole_block, 3 * d * compute)
     return ActivationBytes(saved, boundary, whole_block, 3 * d * compute)
 
 

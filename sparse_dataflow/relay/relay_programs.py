@@ -244,7 +244,7 @@ def arguments(
     """
     embed, block, head = section_weights(model, options.adapted)
     batch = batch_shapes(model, shape, options)
-    dims = *batch.tokens.shape, model.d_model
+    dims = *batch.tokens.shape, model.d_model + model.side_width
     x = jax.ShapeDtypeStruct(dims, jnp.dtype(model.compute_dtype))
     stored = stacks.stored_layouts(dataclasses.replace(model, num_layers=1))
 

@@ -159,6 +159,12 @@ INT8 = _used(
 ADAPTERS = _used("training.adapter_rank", lambda config: config.training.adapter_rank, **STORED)
 PROMPTED = {"training__prompt_vectors": 2, "training__sequence": 32, **DIR}
 PROMPT = _used("training.prompt_vectors", lambda config: config.training.prompt_vectors, **PROMPTED)
+SIDE = _used(
+    "training.side_width",
+    lambda config: config.training.side_width,
+    run__init_from="DIR",
+    training__side_width=8,
+)
 
 
 def _in_sparse_run(option: Option) -> Option:
@@ -181,11 +187,18 @@ MASKED = _used(
 )
 
 NO_WEIGHTS = _no("run.init_from", "")
-NO_ADAPTERS = _no("training.adapter_rank", 0)
+NO_ADAPTERS = dataclasses.replace(
+    _no("training.adapter_rank", 0),
+    words="training.adapter_rank or training.side_width",
+    used=lambda run: (
+        run.config and not (run.config.training.adapter_rank or run.config.training.side_width)
+    ),
+)
 NO_TOKENS = _no("data.extend_vocabulary", 0)
 GIVEN_WEIGHTS = _other("run.init_from", _one_of(""), "DIR")
 ANY_ADAPTERS = _other("training.adapter_rank", _one_of(0), 2, **DIR)
 ANY_VECTORS = _other("training.prompt_vectors", _one_of(0), 2, training__sequence=32, **DIR)
+ANY_SIDE = _other("training.side_width", _one_of(0), 8, **DIR)
 ANY_TEACHER = _other("training.teacher", _one_of(""), "DIR")
 ANY_NEW_TOKENS = _other("data.extend_vocabulary", _one_of(0), 8, **DIR)
 ONLY_IDS = _other("data.tokenizer", lambda name: name != "none", "none")
@@ -237,25 +250,29 @@ SETTINGS = (
     Conflict(SOME_LOSS, (TOKENS,), "whose new tokens are learned from all text", f"{LEGAL} all"),
     Conflict(ANY_ADAPTERS, (TOKENS,), "whose new rows adapters would freeze", f"{LEGAL} 0"),
     Conflict(ANY_VECTORS, (TOKENS,), "whose new rows would be frozen", f"{LEGAL} 0"),
+    Conflict(ANY_SIDE, (TOKENS,), "whose new rows would be frozen", f"{LEGAL} 0"),
     Conflict(ANY_TEACHER, (TOKENS,), "which has another tokenizer", f"{LEGAL} none"),
     Conflict(NO_WEIGHTS, (ANSWERS,), "which trains given weights to answer", "a folder or name"),
     Conflict(RIGL, (ANSWERS,), "which rigl's gradients do not count", EVERY_OTHER),
-    Conflict(NO_ADAPTERS, (INT8,), "which stores the weights under adapters", "1 or more"),
-    Conflict(NO_WEIGHTS, (ADAPTERS, PROMPT), "which adapts given weights", "a folder or name"),
+    Conflict(NO_ADAPTERS, (INT8,), "which stores frozen weights", "1 or more"),
+    Conflict(
+        NO_WEIGHTS, (ADAPTERS, PROMPT, SIDE), "which adapts given weights", "a folder or name"
+    ),
     Conflict(
         _other("evolution.method", _one_of("static"), "rigl"),
-        (ADAPTERS, PROMPT),
+        (ADAPTERS, PROMPT, SIDE),
         "which freezes the weights",
         f"{LEGAL} static",
     ),
     Conflict(
         _other("run.twin", _one_of("no"), "yes"),
-        (_in_sparse_run(ADAPTERS), _in_sparse_run(PROMPT)),
+        tuple(map(_in_sparse_run, (ADAPTERS, PROMPT, SIDE))),
         "which adapts one model",
         f"{LEGAL} no",
     ),
     Conflict(SOME_LOSS, (TEACHER,), "which trains another loss", f"{LEGAL} all"),
     Conflict(ANY_ADAPTERS, (TEACHER,), "which trains all weights", f"{LEGAL} 0"),
+    Conflict(ANY_SIDE, (TEACHER,), "which trains all weights", f"{LEGAL} 0"),
     Conflict(ANY_VECTORS, (TEACHER,), "which trains all weights", f"{LEGAL} 0"),
     # Only the first document of a row would have the vectors in front.
     Conflict(

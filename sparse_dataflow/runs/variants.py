@@ -62,7 +62,12 @@ def variant(config: RunConfig, name: str, vocab_size: int | None = None) -> Vari
         bidirectional=config.training.hides_tokens,
     )
     training = config.training
-    adapted = training.adapter_rank, training.frozen_dtype, training.prompt_vectors
+    adapted = (
+        training.adapter_rank,
+        training.frozen_dtype,
+        training.prompt_vectors,
+        training.side_width,
+    )
     if name != "sparse" and config.sparsity.projections:
         # A twin is the plain training to compare with: no teacher, and dense from the start.
         plain = dataclasses.replace(config.training, teacher="", teacher_first=0.0)

@@ -6,6 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from marks import some
 from places import TESTS
 from safetensors.numpy import load_file, save_file
 
@@ -29,6 +30,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 IDS = np.arange(24).reshape(2, 12)
+SIDE = {"training__adapter_rank": 0, "training__side_width": 4}
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,53 @@ def test_a_run_of_prompt_vectors_saves_resumes_loads_and_says_what_has_no_place_
     assert not (place / "none").exists()
 
 
+def test_a_run_of_a_side_network_saves_resumes_generates_and_is_refused_elsewhere(place):
+    config = config_of(place, "side", training__frozen_dtype="int8", **SIDE)
+    trained = sd.train(config)
+    about = json.loads((checkpoint(trained.folder, 4) / "extra.json").read_text())
+    names = {name.removeprefix("params.") for name in about["state"] if name.startswith("params")}
+    assert len(names) == 7 and all(".side." in name or "'side'" in name for name in names), names
+    model, base = sd.load(trained.folder), sd.load(place / "base")
+    expected = np.asarray(sd.logits(model, IDS))
+    assert np.abs(expected - sd.logits(base, IDS)).max() > 1e-3
+    (text,) = sd.generate(model, ["1+1="], max_new_tokens=3)
+    tokens = model.tokenizer.encode("1+1=")
+    scores = np.asarray(sd.logits(model, np.asarray([[*tokens, *text.tokens]])))[0]
+    for new, row in zip(text.tokens, scores[len(tokens) - 1 :]):  # The same tokens as by scoring.
+        assert row[new] >= row.max() - 1e-4
+    resumed = place / "side_resumed"
+    shutil.copytree(trained.folder, resumed)
+    shutil.rmtree(checkpoint(resumed, 4))
+    assert sd.train(request.Request(resume=str(resumed)).config(sparse=False), resume=True).finished
+    assert np.array_equal(sd.logits(sd.load(resumed), IDS), expected)
+    for form in ("dense", "sparse", "program", "gguf", "adapter"):
+        with pytest.raises(UserError, match=r"form has no place for the side network .*=4; legal"):
+            sd.save(model, place / "none", form)
+    with pytest.raises(UserError, match=r"init_from=.* has no place for the side network"):
+        sd.train(config_of(place, "none", run__init_from=str(trained.folder)))
+    with pytest.raises(UserError, match="A pruned model has no place for the side network"):
+        sd.prune(model, batches=[IDS])
+    assert not (place / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run__init_from": ""}, "training.side_width adapts given weights; legal with run.init_f"),
+        ({"evolution__method": "set"}, "set with training.side_width, which freezes .*: static"),
+        ({"training__adapter_rank": 2}, "adapter_rank=2 is trained by; legal with it: 0"),
+        ({"training__teacher": "DIR", "data__loss": "all"}, "side_width=4 with training.teacher, "),
+        ({"data__extend_vocabulary": 8, "data__loss": "all"}, "side_width=4 with data.extend_voc"),
+        ({"training__optimizer": "muon"}, "legal with it: adamw"),
+        ({"model__experts": 4}, "side_width=4 with model.experts=4"),
+    ],
+)
+def test_a_side_network_is_refused_before_any_work(place, changes, words):
+    with pytest.raises(UserError, match=words):
+        sd.train(config_of(place, "none", **SIDE | changes))
+    assert not (place / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -192,8 +241,11 @@ def test_prompt_vectors_are_refused_before_any_work(place, changes, words):
         config_of(place, "none", **vectors | changes)
 
 
-def test_an_evaluation_counts_the_answers_that_training_counts(run, place):
+@pytest.mark.parametrize("added", some(["adapters", "side"], "side"))
+def test_an_evaluation_counts_the_answers_that_training_counts(run, place, added):
     pytest.importorskip("lm_eval")
+    if added == "side":
+        run = sd.train(config_of(place, "side_evaluated", training__steps=2, **SIDE))
     task = place / "task.jsonl"
     items = [{"context": f"{n}", "choices": ["a", "b"], "answer": n % 2} for n in range(4)]
     task.write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -290,19 +342,42 @@ def test_an_adapter_run_on_a_run_checks_its_checkpoint(place):
         sd.load(run.folder)
 
 
-@pytest.mark.slow
-def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(place):
+@pytest.mark.parametrize("executor", ["whole", "relay"])
+def test_a_side_network_on_block_sparse_weights_keeps_every_bit_of_them(
+    place, sparse_base, executor
+):
+    folder, changes = sparse_base
+    changes = changes | {
+        "training.adapter_rank": 0, "training.side_width": 4, "parallel.executor": executor,
+        "run.out": str(place / f"sparse_side_{executor}"),
+    }  # fmt: skip
+    run = sd.train(request.Request(changes=changes).config())
+    model, base = sd.load(run.folder), sd.load(folder)
+    before, after = (m.params["blocks"]["mlp_in"]["values"] for m in (base, model))
+    assert np.array_equal(before, after) and model.model.linear("mlp_in").kind == "block_sparse"
+    assert not np.array_equal(sd.logits(model, IDS), sd.logits(base, IDS))
+
+
+@pytest.fixture(scope="module")
+def sparse_base(place):
+    """Returns the folder of block-sparse weights, and the settings of a run on them."""
     shape = {"num_layers": 1, "d_model": 32, "num_heads": 2, "d_ff": 64}
     config = sd.preset("pico").change(
         sparsity__block=8, sparsity__density=0.5, **{f"model__{n}": v for n, v in shape.items()}
     )
     base = sd.init(config, jax.random.key(0))
     folder = str(sd.save(base, place / "sparse_base"))
-    changes = {
+    return folder, {
         "data.corpus": str(place / "qa.jsonl"), "data.loss": "answers", "training.steps": 2,
         "training.batch": 4, "training.sequence": 32, "training.adapter_rank": 2,
         "run.init_from": folder, "run.out": str(place / "sparse_run"), "run.trackers": "none",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_block_sparse_base_keeps_its_blocks_and_its_export_has_low_rank_terms(place, sparse_base):
+    folder, changes = sparse_base
+    base = sd.load(folder)
     run = sd.train(request.Request(changes=changes).config())
     model = sd.load(run.folder)
     before, after = (m.params["blocks"]["mlp_in"]["values"] for m in (base, model))

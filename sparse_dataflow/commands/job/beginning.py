@@ -80,7 +80,8 @@ class Beginning:
             if v.training.freezes:
                 base = self._base(tokenizer, record)
                 starting_point.refuse_other_base(base, v.model)
-                say(f"{v.name:>6}: adapters on {base.words}")
+                added = "a side network" if v.training.side_width else "adapters"
+                say(f"{v.name:>6}: {added} on {base.words}")
                 if to_pattern:
                     pattern_pruning.refuse_other_layouts(base.model, base.params, v.model)
             elif self.named and not record:

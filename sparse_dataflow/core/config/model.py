@@ -110,6 +110,8 @@ class ModelConfig(AttentionSettings, RotarySettings):
         the evolution method shared_to_own; no setting.
       prompt_vectors: trained vectors in front of each row of tokens; see `model.adapters`.
         training.prompt_vectors sets it; no setting.
+      side_width: features of the state of a side network; see `model.side`.  training.side_width
+        sets it; no setting.
       left_out: hidden features of each MLP that are left out, beside the d_ff that take part.  A
         phase of the evolution method omit_features; no setting.
       seed: offset of the patterns, and so the seed of random ones.
@@ -251,6 +253,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
     bidirectional: bool = False
     shared_layers: bool = False
     prompt_vectors: int = 0
+    side_width: int = 0
     left_out: int = 0
     seed: int = 0
 
@@ -447,21 +450,35 @@ class ModelConfig(AttentionSettings, RotarySettings):
                 f"training.objective=masked; legal with it: {legal}."
             )
 
-    def refuse_prompt(self, feature: str, legal: str) -> None:
-        """Refuses a model of training.prompt_vectors where a feature reads tokens alone.
+    def refuse_additions(self, feature: str, legal: str) -> None:
+        """Refuses a model with prompt vectors or a side network where a feature has neither.
 
         Args:
           feature: words that begin the sentence.
           legal: what is legal with such a model.
 
         Raises:
-          UserError: the model has vectors in front of its tokens.
+          UserError: the model has one of them.
         """
         if self.prompt_vectors:
             raise UserError(
                 f"{feature} has no place for the trained vectors of training.prompt_vectors="
                 f"{self.prompt_vectors}; legal with them: {legal}."
             )
+        if self.side_width:
+            raise UserError(
+                f"{feature} has no place for the side network of training.side_width="
+                f"{self.side_width}; legal with it: {legal}."
+            )
+
+    def side_shapes(self, section: str) -> dict[str, tuple[int, int]]:
+        """Returns the shapes of the arrays of the side network in a section; "embed" has none, and
+        a model without one."""
+        width, model = self.side_width, self.d_model
+        shapes = {"down": (model, width), "in": (width, width), "out": (width, width)}
+        if section == "head":
+            shapes["up"] = (width, model)
+        return shapes if width and section != "embed" else {}
 
     def refuse_blocks(self, feature: str) -> None:
         """Raises UserError if attention is to blocks, which a file, by its words, cannot say."""

@@ -72,6 +72,7 @@ class TrainingConfig(Readable):
       skip_spikes: spikes are explained in `optim.loss_spikes`.
       objective: "masked" is BERT's (arXiv 1810.04805, section 3.1); see `data.masking`.
       adapter_rank: adapters are explained in `model.adapters`, also for prompt_vectors.
+      side_width: side networks are explained in `model.side`.
       teacher: the loss is (1 - teacher_weight) times that of the next tokens, plus teacher_weight
         times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
       teacher_first: knowledge inheritance from a smaller teacher (CPM-2, arXiv 2106.10715).
@@ -197,10 +198,16 @@ class TrainingConfig(Readable):
         "is none.",
         legal=between(0, MOST_SIZE),
     )
+    side_width: int = setting(
+        0,
+        "Features of a side network, which reads the frozen layers of run.init_from and is trained "
+        "without gradients through them; 0 is none.",
+        legal=between(0, MOST_SIZE),
+    )
     frozen_dtype: str = setting(
         "compute",
-        "Dtype of the dense projections under adapters: compute is model.compute_dtype, int8 has "
-        "a scale for each output.",
+        "Dtype of the dense projections under adapters or a side network: compute is "
+        "model.compute_dtype, int8 has a scale for each output.",
         choices=FROZEN_DTYPES,
     )
     new_rows_first: float = setting(
@@ -251,7 +258,14 @@ class TrainingConfig(Readable):
         if self.freezes and self.optimizer == "muon":
             raise UserError(
                 "training.optimizer=muon orthogonalises the weights of projections, which "
-                "training.adapter_rank and training.prompt_vectors freeze; legal with it: adamw."
+                "training.adapter_rank, training.prompt_vectors and training.side_width freeze; "
+                "legal with it: adamw."
+            )
+        inner = "adapter_rank" if self.adapter_rank else "prompt_vectors"
+        if self.side_width and getattr(self, inner):
+            raise UserError(
+                f"training.side_width={self.side_width} lets no gradient through the layers, which "
+                f"training.{inner}={getattr(self, inner)} is trained by; legal with it: 0."
             )
         if self.micro_batches and self.batch % self.micro_batches:
             divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]
@@ -322,8 +336,9 @@ class TrainingConfig(Readable):
 
     @property
     def freezes(self) -> bool:
-        """Whether the weights of run.init_from are frozen, and adapters or vectors trained."""
-        return bool(self.adapter_rank or self.prompt_vectors)
+        """Whether the weights of run.init_from are frozen, and adapters, vectors or a side network
+        trained."""
+        return bool(self.adapter_rank or self.prompt_vectors or self.side_width)
 
     @property
     def adapter_scale(self) -> float:

@@ -1,4 +1,4 @@
-"""What is trained beside frozen weights: low-rank adapters of projections, and prompt vectors.
+"""What is trained beside frozen weights: low-rank adapters, prompt vectors, a side network.
 
 An adapter is the low-rank term of a projection of a frozen model (LoRA, arXiv 2106.09685; see
 `model.projection`): y = x W + alpha / rank * x A B.  Its factors A (`a_kernel`) and B (`b_kernel`,
@@ -10,6 +10,8 @@ Prompt vectors (CPM-2, arXiv 2106.10715; arXiv 2104.08691) stand in front of eac
 its first positions, in place of embeddings.  A row has them as ids that follow the vocabulary
 (`with_prompt`), so positions, masks and meshes treat them as tokens.  No loss counts them: their
 targets have no weight, and `executors.whole` returns no states of them.
+
+`model.side` explains side networks.
 """
 
 import dataclasses
@@ -26,6 +28,7 @@ from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
     LAYOUT,
     MATRIX,
+    SIDE,
     leaf_of,
 )
 from sparse_dataflow.files.errors import UserError
@@ -50,8 +53,8 @@ def with_prompt(model: ModelConfig, batch: Batch) -> Batch:
 
 def is_trained(model: ModelConfig, path: tuple) -> bool:
     """Returns whether an array at a `jax.tree_util` path is trained beside frozen weights: a factor
-    of an adapter, or the prompt vectors."""
-    if path[-1].key == PROMPT:
+    of an adapter, the prompt vectors, or an array of a side network."""
+    if path[-1].key == PROMPT or getattr(path[-2], "key", "") == SIDE:
         return True
     leaf, (*_, projection, key) = leaf_of(model, path), path
     is_matrix = leaf is not None and leaf.role == MATRIX
@@ -99,13 +102,14 @@ def frozen(model: ModelConfig, params: dict, scale: float) -> dict:
         return module | Quantised.arrays_of_dense(module)
 
     groups = [
-        {name: with_int8(module, name) for name, module in group.items()}
+        {name: with_int8(module, name) for name, module in group.items() if name != SIDE}
         for group in split_groups(params["blocks"])
     ]
     params = {**params, "blocks": join_groups(groups)}
-    if "embed" in params:  # A section may stand alone.
-        embed = params["embed"].items()
-        params["embed"] = {name: leaf for name, leaf in embed if name != PROMPT}
+    for section, trained in (("embed", PROMPT), ("head", SIDE)):
+        if section in params:  # A section may stand alone.
+            leaves = params[section].items()
+            params[section] = {name: leaf for name, leaf in leaves if name != trained}
     base = jax.tree_util.tree_map_with_path(cast, params)
     groups = [
         {name: with_gate(module, name) for name, module in group.items()}

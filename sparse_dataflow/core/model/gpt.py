@@ -32,6 +32,7 @@ Parameters are float32.  [V] vocab_size, [D] d_model, [K] head_width:
 | block | experts.shared.router | [D, 1] | shared_gate |
 | block | left_out.PROJECTION.*, left_out.positions | see `model.left_out` | left_out, for the MLP |
 | block | PROJECTION.a_kernel, b_kernel, gate | [in, rank], [rank, out], [] | spec.rank > 0 |
+| block, head | side.* | `side_shapes` | side_width |
 | head | norm.scale | [D] | all |
 | head | norm.bias | [D] | norm="layernorm" |
 | head | output | [V, D] | not tied_embeddings |
@@ -74,7 +75,7 @@ from sparse_dataflow.core.ops.cross_entropy import cross_entropy_op as cross_ent
 from sparse_dataflow.core.ops.cross_entropy.cross_entropy_op import TeacherOutput, distillation_loss
 from sparse_dataflow.core.ops.derivatives import broadcast_like, lookup, lookup_and_table
 from sparse_dataflow.core.step_metrics import Metrics, Sum
-from sparse_dataflow.core.weights.kind import Weight
+from sparse_dataflow.core.weights.kind import SIDE, Weight
 from sparse_dataflow.core.weights.weight import Linear, named_output
 
 
@@ -301,6 +302,9 @@ def init_section(config: ModelConfig, section: str, key: jax.Array) -> dict:
         params = _draw_block(config, rngs)
         if config.left_out:
             params[left_out.LEFT_OUT] = left_out.draw(config, key)
+    if config.side_shapes(section):
+        # With a key of its own, the other numbers are those of a model without.
+        params[SIDE] = _side().draw(config, section, jax.random.fold_in(key, 1))
     return params
 
 
@@ -379,7 +383,7 @@ def embed_and_table(
         # [T, D] or [B, T, D]: the tokens and the features of this device.
         positions = shard.slice_features(shard.slice(positions, axis=-2), shard.residual_run)
         x_BxTxD += broadcast_like(positions, x_BxTxD)
-    return x_BxTxD, table_VxD
+    return _side().with_state(config, x_BxTxD) if config.side_width else x_BxTxD, table_VxD
 
 
 def _real_tokens(config, tokens):
@@ -415,7 +419,13 @@ def block(
     The gradient of a single block needs `with_auxiliary_losses`.
     """
     module = bind_block(config, shard.local(config, weights))
-    return module.residuals(x_BxTxD, batch, shard, attend)[1:]
+    if not config.side_width:
+        return module.residuals(x_BxTxD, batch, shard, attend)[1:]
+    side = _side()
+    x_BxTxD, state_BxTxS = side.split(config, x_BxTxD)
+    _, y_BxTxD, metrics = module.residuals(x_BxTxD, batch, shard, attend)
+    state_BxTxS = side.state_after(weights[SIDE], x_BxTxD, state_BxTxS, shard)
+    return jnp.concatenate([y_BxTxD, state_BxTxS], axis=-1), metrics
 
 
 def with_auxiliary_losses(
@@ -441,6 +451,8 @@ def head(
 
     The result has the features of all devices of the shard.
     """
+    if config.side_width:
+        x_BxTxD = _side().head_input(config, params[SIDE], x_BxTxD, shard)
     normed = shard.normalise(_bind_norm(config, "norm", params["norm"]), x_BxTxD)
     x_BxTxD = shard.gather_features(normed, shard.residual_run)
     scale = scales.logit_scale(config)
@@ -574,6 +586,13 @@ def logits(config: ModelConfig, params: dict, x_BxTxD: jax.Array) -> jax.Array:
         x, output = output_layer(params["head"], table, x)
         logits = jnp.einsum("btd,vd->btv", x, output, preferred_element_type=jnp.float32)
     return cross_entropy.capped(logits, config.logit_cap)
+
+
+def _side():
+    """Returns the module of side networks, which other models do not load."""
+    from sparse_dataflow.core.model import side
+
+    return side
 
 
 def _rows(x_BxTxD):

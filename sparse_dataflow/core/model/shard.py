@@ -149,6 +149,10 @@ class Shard:
         parts = parts.reshape(*rows, tokens * self.equal_rows, features // self.equal_rows)
         return lax.psum_scatter(parts, self.feature_axis, scatter_dimension=y.ndim - 2, tiled=True)
 
+    def sum_features(self, y: jax.Array) -> jax.Array:
+        """Sums partial sums over `feature_axis`, on every device."""
+        return y if self.feature_axis is None else lax.psum(y, self.feature_axis)
+
     def slice_features(self, x: jax.Array, run: int = 0) -> jax.Array:
         """Slices the last dimension of a replicated array to this device's features."""
         if self.feature_axis is None:

@@ -7,7 +7,7 @@ from sparse_dataflow.core.weights.kind import (
     EMBEDDINGS,
     MATRIX,
     ROLE_AXES,
-    ROUTER,
+    is_free_matrix,
     leaf_of,
 )
 
@@ -27,9 +27,10 @@ def weight_axes(model: ModelConfig, path: tuple) -> int:
 
 
 def is_linear_matrix(model: ModelConfig, path: tuple) -> bool:
-    """Returns whether a parameter multiplies activations: a router or a matrix of a projection."""
+    """Returns whether a parameter multiplies activations: a matrix of a projection, or
+    `is_free_matrix`."""
     leaf = leaf_of(model, path)
-    return path[-1].key == ROUTER or (leaf is not None and leaf.role == MATRIX)
+    return is_free_matrix(path) or (leaf is not None and leaf.role == MATRIX)
 
 
 def is_matrix(model: ModelConfig, path: tuple) -> bool:

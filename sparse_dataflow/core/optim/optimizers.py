@@ -18,7 +18,7 @@ from sparse_dataflow.core.config.model import DENSE, SUPAR_WIDTH, ModelConfig
 from sparse_dataflow.core.model.partition import ArrayTree, merged, without_left_out
 from sparse_dataflow.core.model.stacks import Layouts, split_layouts, with_layouts
 from sparse_dataflow.core.optim import matrix_leaves
-from sparse_dataflow.core.weights.kind import ROUTER
+from sparse_dataflow.core.weights.kind import is_free_matrix
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.config.training import TrainingConfig
@@ -283,7 +283,7 @@ def learning_rate_multipliers(
 ) -> dict:
     """Returns the learning-rate multiplier of each parameter.
 
-    Matrices of a projection, with its low-rank term, and of routers, which are dense:
+    Matrices of a projection, with its low-rank term, and `is_free_matrix`, which are dense:
     `training.sparse_rate` to the power log(density) / log(SPARSE_RATE_DENSITY), so 1 for a dense
     weight; a weight that turned dense has TURNED_DENSE_RATE as well.  Everything else
     (norms, biases, gates, embeddings): `training.vector_rate`.
@@ -314,7 +314,7 @@ def learning_rate_multipliers(
             return training.vector_rate
         projection = path[-2].key
         spec, sides = DENSE, (model.d_model, 0)
-        if name != ROUTER:
+        if not is_free_matrix(path):
             spec = layer_groups(model)[group_index_of_path(path)].model.linear(projection)
             sides = model.projection_shape(projection)
         has_muon = training.optimizer == "muon" and matrix_leaves.has_muon(model, path)

@@ -15,6 +15,7 @@ Counting rules of the project:
 - A depth schedule leaves blocks out of a step: FLOPs count the share of the blocks that take part.
 - With adapters or prompt vectors, the backward pass has no gradient of the frozen weights: half of
   its FLOPs there.
+- With a side network, it has the side network and the head alone.
 - Prompt vectors are computed as tokens.  Their FLOPs count in those of the text behind them.
 - Rematerialised FLOPs are *hardware* FLOPs, not *model* FLOPs, and do not count (arXiv 2205.05198,
   section 6.2).
@@ -146,13 +147,27 @@ def flops_per_token(
     forward["head"] = 2.0 * (config.d_model + config.output_bias) * config.vocab_size
     # Attention has no weights, so its backward pass is always whole.
     trained = {**trained, "attention": forward["attention"]} if adapters else forward
-    backward = BACKWARD_PER_FORWARD / 2 if training else 0
-    return SectionFlops(
-        {
-            name: row / sequence * (flops + backward * (flops + trained.get(name, 0.0)))
-            for name, flops in forward.items()
-        }
-    )
+    passed, backward = forward, BACKWARD_PER_FORWARD / 2 if training else 0
+    if config.side_width:
+        block, head = (_side_count(config, section) for section in ("block", "head"))
+        forward["side"] = 2.0 * (layers * block + head)
+        # No gradient passes through the layers.
+        trained, passed = {"side": forward["side"]}, {n: forward[n] for n in ("side", "head")}
+
+    def section(name):
+        back = passed.get(name, 0.0) + trained.get(name, 0.0)
+        return row / sequence * (forward[name] + backward * back)
+
+    return SectionFlops({name: section(name) for name in forward})
+
+
+def _side_count(config, section):
+    return sum(math.prod(shape) for shape in config.side_shapes(section).values())
+
+
+def side_count(config: ModelConfig) -> int:
+    """Counts the parameters of a side network, which are all matrices."""
+    return config.stored_layers * _side_count(config, "block") + _side_count(config, "head")
 
 
 def visible_keys(config: ModelConfig, sequence: int) -> float:
@@ -272,7 +287,8 @@ def parameter_count(config: ModelConfig) -> int:
     # The router's columns.
     block += config.d_model * (config.experts + config.shared_gate)
     prompt = config.prompt_vectors * config.d_model
-    return embeddings(config) + prompt + stored + config.stored_layers * block + norm
+    added = prompt + side_count(config)
+    return embeddings(config) + added + stored + config.stored_layers * block + norm
 
 
 def embeddings(config: ModelConfig) -> int:

@@ -36,12 +36,12 @@ _DEFAULTS: dict[str, json_files.JsonObject] = {
     )
 }
 _READ_WITH = {
-    "teacher_weight": "teacher",
-    "teacher_first": "teacher",
-    "adapter_alpha": "adapter_rank",
-    "frozen_dtype": "adapter_rank",
+    "teacher_weight": ("teacher",),
+    "teacher_first": ("teacher",),
+    "adapter_alpha": ("adapter_rank",),
+    "frozen_dtype": ("adapter_rank", "side_width"),
 }
-"""Settings of `TrainingConfig` that nothing reads where another setting is empty or 0."""
+"""Settings of `TrainingConfig` that nothing reads where some others are empty or 0."""
 
 
 def micro_batches_matter(experts: int, precision: str, method: str) -> bool:
@@ -82,8 +82,8 @@ def identity(
     """
     model_fields, training_fields = model.to_json(), dataclasses.asdict(training)
     del model_fields["remat"]
-    for name, reader in _READ_WITH.items():
-        if not training_fields[reader]:
+    for name, readers in _READ_WITH.items():
+        if not any(training_fields[reader] for reader in readers):
             training_fields[name] = _DEFAULTS["training"][name]
     return _without_free_settings(
         {

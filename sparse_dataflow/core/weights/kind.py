@@ -107,6 +107,9 @@ ROUTER = "router"
 """Matrices that are of no weight: tables with a row for each token or position, and what chooses
 experts, in float32 whatever the compute dtype."""
 
+SIDE = "side"
+"""Part of a section whose matrices are those of a side network; see `model.side`."""
+
 LAYOUT = "layout"
 """Which blocks a weight stores: an array of its tree, and a `BlockLayout` or its tables."""
 
@@ -455,6 +458,12 @@ def leaf_of(model: "ModelConfig", path: tuple) -> Leaf | None:
     if projection not in PROJECTIONS:
         return None
     return model.linear(projection).leaves.get(getattr(key, "key", ""))
+
+
+def is_free_matrix(path: tuple) -> bool:
+    """Returns whether the array at a path is a matrix of no weight that multiplies activations: a
+    router, or one of a side network."""
+    return path[-1].key == ROUTER or (len(path) > 1 and getattr(path[-2], "key", "") == SIDE)
 
 
 def array_path(path: tuple) -> tuple:

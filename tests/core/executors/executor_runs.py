@@ -215,6 +215,8 @@ OPTIONS = {
     "adapters": {"adapter_rank": 4},
     # As many as tokens, so that meshes cut a row where its tokens begin.
     "prompt": {"prompt_vectors": 8},
+    "side": {"side_width": 8},
+    "side_int8": {"side_width": 8, "frozen_dtype": "int8"},
     "int8": {"adapter_rank": 4, "frozen_dtype": "int8"},
     "teacher": {"teacher": "folder"},
     # Two steps of these rows alone, then one of all weights. Axes of two and four cut the rows.
@@ -230,6 +232,9 @@ OPTIONS = {
 }
 """What follows "+" in the name of a model -> changes of its training; rows are `padded` or not, and
 sections have metrics of `measured` or not."""
+
+ADAPTED = ("adapter_rank", "frozen_dtype", "prompt_vectors", "side_width")
+"""Settings of a training that its model follows."""
 
 RUN_OPTIONS = ("padded", "measured")
 """Those of OPTIONS that are no settings."""
@@ -286,8 +291,7 @@ def train_once(model, executor, micro_batches, start=None, padded=False, **chang
         STEPS, BATCH, SEQUENCE, micro_batches, learning_rate=1e-3, sparse_rate=2.0,
         **{"clip": CLIP, **changes},
     )  # fmt: skip
-    adapted = training.adapter_rank, training.frozen_dtype, training.prompt_vectors
-    model = adapted_model.with_adapters(model, *adapted)
+    model = adapted_model.with_adapters(model, *(getattr(training, name) for name in ADAPTED))
     model = dataclasses.replace(model, bidirectional=training.hides_tokens)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.vocab_size, (STEPS, BATCH, SEQUENCE + 1)).astype(np.int32)
@@ -471,10 +475,7 @@ def compare(name, texts):
     model, changes, errors = MODELS[name], OPTIONS[option], {}
     start = initial_state(
         adapted_model.with_adapters(
-            model,
-            changes.get("adapter_rank", 0),
-            changes.get("frozen_dtype", "compute"),
-            changes.get("prompt_vectors", 0),
+            model, *(changes.get(name, getattr(TrainingConfig(), name)) for name in ADAPTED)
         ),
         TrainingConfig(
             STEPS, BATCH, SEQUENCE, **{n: v for n, v in changes.items() if n not in RUN_OPTIONS}
@@ -493,7 +494,7 @@ def compare(name, texts):
         names, expected_names = (set(run["metrics"][0]) for run in (mine, right[reference]))
         assert names == expected_names, (text, names ^ expected_names)
         # The gradients of adapters are small.
-        adapted = {"adapter_rank", "prompt_vectors"} & set(changes)
+        adapted = {"adapter_rank", "prompt_vectors", "side_width"} & set(changes)
         assert adapted or max(max(each.values()) for each in mine["norms"]) > CLIP
         errors[text] = {
             key: error(mine[key], right[reference][key]) for key in mine if key != "text"
