@@ -1,4 +1,4 @@
-"""Sentences of docs/guide/layers.md on what works with other libraries."""
+"""Sentences of the pages block_sparse_linear.md and layers.md on other libraries."""
 
 import jax
 import jax.numpy as jnp
