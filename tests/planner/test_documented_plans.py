@@ -137,7 +137,7 @@ def test_memory_of_adapters(scale, kind):
     result = settle(adapted, machine)
     [(model, _)] = result.request.models[0]
     sizes = whole, result.chip_bytes / GIB, memory.frozen_bytes(model) / GIB
-    rows = table("guide/finetuning.md", "model | training all weights")
+    rows = table("guide/finetuning_memory.md", "model | training all weights")
     assert rows[f"`{scale}`{kind}"] == [f"{size:.1f}" for size in sizes]
 
 

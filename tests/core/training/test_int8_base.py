@@ -124,7 +124,7 @@ def planned(size, frozen_dtype):
 
 
 def test_a_model_of_7b_fits_one_gpu_of_24_gb_by_plan():
-    """The bytes of the base halve, and the plan has room; see docs/guide/finetuning.md."""
+    """The bytes of the base halve, and the plan has room; see docs/guide/finetuning_memory.md."""
     int8, compute = planned("7b", "int8"), planned("7b", "compute")
     [model] = variants(int8.config)
     assert 6.7e9 < cost.parameter_count(model.model) < 6.9e9
