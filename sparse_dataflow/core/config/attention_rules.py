@@ -12,8 +12,8 @@ from sparse_dataflow.files.errors import UserError
 RULE_NAMES = ["window", "global", "random"]
 """Legal names of rules; `layouts.attention_blocks.register` adds others."""
 
-SIDE = "block"
-DEFAULT_SIDE = 128
+NUMBERS = {"block": 128, "seed": 1}
+"""Terms that add no blocks, and their defaults: tokens of a block, and what draws random ones."""
 
 
 class AttentionBlocks(NamedTuple):
@@ -22,16 +22,16 @@ class AttentionBlocks(NamedTuple):
     Attributes:
       rules: (name, blocks) in the order in which they choose.
       block: tokens of a block.
-      seed: of random blocks.
+      seed: of random blocks; not that of a run, which may go on with the weights of another.
     """
 
     rules: tuple[tuple[str, int], ...]
-    block: int = DEFAULT_SIDE
-    seed: int = 0
+    block: int = NUMBERS["block"]
+    seed: int = NUMBERS["seed"]
 
 
 @functools.cache
-def parse(text: str, seed: int = 0) -> AttentionBlocks:
+def parse(text: str) -> AttentionBlocks:
     """Reads a value of `model.attention_blocks`, such as "window:2,global:1,random:3,block:128".
 
     Raises:
@@ -40,19 +40,19 @@ def parse(text: str, seed: int = 0) -> AttentionBlocks:
     numbers: dict[str, int] = {}
     for term in text.split(","):
         name, _, number = term.partition(":")
-        is_named = name in (*RULE_NAMES, SIDE) and name not in numbers
+        is_named = name in (*RULE_NAMES, *NUMBERS) and name not in numbers
         legal = is_named and number.isdecimal() and len(number) < 8
         if not legal or not 1 <= int(number) <= MOST_SIZE:
             raise UserError(
                 f"model.attention_blocks={text[:60]} has {term[:30]!r}; legal: each of "
-                f"{', '.join(RULE_NAMES)} at most once, with its blocks, and {SIDE} with its "
-                "tokens, as in window:2,global:1,random:3,block:128."
+                f"{', '.join(RULE_NAMES)} at most once, with its blocks, block with its tokens, "
+                "and seed, as in window:2,global:1,random:3,block:128,seed:2."
             )
         numbers[name] = int(number)
-    side = numbers.pop(SIDE, DEFAULT_SIDE)
+    block, seed = (numbers.pop(name, default) for name, default in NUMBERS.items())
     if not numbers:
         raise UserError(
             f"model.attention_blocks={text[:60]} names no blocks; legal: one or more of "
             f"{', '.join(RULE_NAMES)}."
         )
-    return AttentionBlocks(tuple(numbers.items()), side, seed)
+    return AttentionBlocks(tuple(numbers.items()), block, seed)

@@ -168,8 +168,8 @@ class AttentionSettings(Readable):
     )
     attention_blocks: str = setting(
         "",
-        "Blocks of tokens that each block attends to: window:W,global:G,random:R,block:TOKENS, one "
-        "or more of the first three; empty is all.",
+        "Blocks of tokens that each block attends to: window:W,global:G,random:R,block:TOKENS,"
+        "seed:N, one or more of the first three; empty is all.",
     )
     layer_types: str = setting(
         SLIDING,

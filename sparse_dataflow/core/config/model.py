@@ -554,7 +554,7 @@ class ModelConfig(AttentionSettings, RotarySettings):
         """Blocks of tokens that attention reads, in layers with `attention_blocks`."""
         from sparse_dataflow.core.config.attention_rules import parse
 
-        return parse(self.attention_blocks, self.seed) if self.attention_blocks else None
+        return parse(self.attention_blocks) if self.attention_blocks else None
 
     @property
     def attention_width(self) -> float:

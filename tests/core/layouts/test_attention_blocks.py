@@ -1,11 +1,14 @@
 """Layouts of attention: what each rule adds, for any number of tokens."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_dataflow.core.config.attention_rules import RULE_NAMES, AttentionBlocks, parse
+from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts import attention_blocks
 from sparse_dataflow.core.layouts.attention_blocks import attention_layout, visible_pairs
 from sparse_dataflow.files.errors import UserError
@@ -57,9 +60,13 @@ def test_too_many_blocks_are_refused_before_their_mask_exists():
         attention_layout(parse("window:1,block:1"), 10**6)
 
 
-def test_random_blocks_depend_on_the_seed():
-    one, other = (mask_of(parse("random:2,block:1", seed), 40) for seed in (0, 1))
+def test_random_blocks_depend_on_the_seed_of_the_text_alone():
+    one, other = (mask_of(parse(f"random:2,block:1,seed:{seed}"), 40) for seed in (1, 2))
     assert one.sum() == other.sum() and not np.array_equal(one, other)
+    # A run that goes on with the weights of another one may have a seed of its own.
+    model = ModelConfig(num_layers=1, d_model=16, num_heads=1, d_ff=64, vocab_size=256, max_len=64,
+                        attention_blocks="random:2,block:1")  # fmt: skip
+    assert dataclasses.replace(model, seed=7).blocks == model.blocks == parse("random:2,block:1")
 
 
 def test_a_part_of_ones_own():
@@ -96,5 +103,5 @@ def test_an_illegal_text_is_refused_with_the_legal_names(text, message):
 
 def test_a_text_names_parts_and_the_tokens_of_a_block():
     rules = (("window", 2), ("global", 1), ("random", 3))
-    assert parse("window:2,global:1,random:3,block:64", 5) == AttentionBlocks(rules, 64, 5)
+    assert parse("window:2,global:1,random:3,block:64,seed:5") == AttentionBlocks(rules, 64, 5)
     assert parse("window:2").block == 128
