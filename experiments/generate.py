@@ -7,6 +7,10 @@
     python -m experiments.generate --run=runs/NAME --variant=dense --activation_sparsity=0.4
     python -m experiments.generate --run=runs/MIXTURE --expert_slots=4
     python -m experiments.generate --run=DIR --mesh=tensor:4
+    python -m experiments.generate --run=DIR --layers_in_turn
+    python -m experiments.generate --run=DIR --stages=2
+    python -m experiments.generate --run=DIR --stage_at=HOST:7100
+    python -m experiments.generate --run=DIR --stages=HOST:7100,OTHER:7100
 
 Without --variant the sparse model writes, where the run has one.  --interactive continues each line
 of the input; Ctrl-C stops the text being written, Ctrl-D, or Ctrl-C at the prompt, ends it.
@@ -21,6 +25,13 @@ weights, several texts, GPUs and TPUs gain nothing.
 --mesh cuts the weights and the cache over the devices of this host, for a model that is larger than
 one of them.  The texts are the same, to the rounding of sums over devices.
 
+--layers_in_turn leaves the layers in host memory, and the device holds two at a time.
+
+--stages lets other processes hold the layers, the first ones the first layers: processes of this
+machine, or such as --stage_at started on others, with the same model and SPARSE_DATAFLOW_TOKEN.
+Where one is lost, the writer waits until it is back, computes the caches again from the tokens so
+far, and goes on with the same text.
+
 --expert_slots leaves the experts of a mixture in host memory, and fetches those that the router
 picks.  The device holds that number of experts of each layer.  The texts are the same.  Afterwards
 it prints the bytes on the device, the bytes fetched for a token, and the share of fetches that came
@@ -34,6 +45,9 @@ from sparse_dataflow.commands.models.load_model import ActivationOptions, ModelO
 from sparse_dataflow.core.config.settings import AT_LEAST_ONE, AT_LEAST_ZERO, setting
 from sparse_dataflow.evaluation.sampling_settings import AUTO, DENSE, FORMS, SEEDS, SamplingSettings
 from sparse_dataflow.files.errors import UserError
+
+PLACES = ("mesh", "expert_slots", "layers_in_turn", "stages", "stage_at")
+"""Flags that place weights elsewhere than whole on one device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +66,18 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
         "not round.",
         choices=FORMS,
     )
+    layers_in_turn: bool = setting(
+        False,
+        "Leaves the layers in host memory; the device holds the one that computes and the next.",
+    )
+    stages: str = setting(
+        "",
+        "Other processes hold the layers: a number of them to start here, or host:port of each "
+        "that was started with --stage_at, joined by commas.",
+    )
+    stage_at: str = setting(
+        "", "Serves layers to a process with --stages, at host:port; writes no text itself."
+    )
     mesh: str = setting(
         "", "Cuts the weights over devices, as in tensor:2; legal axes: feature, tensor."
     )
@@ -66,9 +92,31 @@ class Options(SamplingSettings, ActivationOptions, ModelOptions):
     seed: int = setting(0, "Seed of the first text; each further one adds 1.", legal=SEEDS)
 
 
+def _refuse_pairs(options):
+    """Refuses flags that place weights in two ways, or that what is placed cannot do."""
+    texts = ("prompt", "prompts", "interactive")
+    share, form = bool(options.share), options.form not in (AUTO, DENSE)
+    given = {f"--{name}": bool(getattr(options, name)) for name in (*PLACES, *texts)}
+    given |= {"--activation_sparsity": share, f"--form={options.form}": form}
+    for flag, others in {
+        "--mesh": ("--expert_slots", "--layers_in_turn", "--stages", "--activation_sparsity"),
+        "--expert_slots": ("--layers_in_turn", "--stages", "--activation_sparsity"),
+        "--stages": ("--layers_in_turn", "--activation_sparsity"),
+        "--layers_in_turn": ("--activation_sparsity",),
+        "--stage_at": (
+            *("--mesh", "--expert_slots", "--stages", "--activation_sparsity"),
+            *(f"--{name}" for name in texts),
+        ),
+        f"--form={options.form}": ("--mesh", "--expert_slots"),
+    }.items():
+        named = [other for other in others if given[flag] and given[other]]
+        if named:
+            raise UserError(f"{flag} does not go with {', '.join(named)}; leave one out.")
+
+
 def main(options):
     """Writes to the output as the text comes; see the module docstring."""
-    from sparse_dataflow.commands.models import generate, load_model
+    from sparse_dataflow.commands.models import generate, load_model, staged
     from sparse_dataflow.evaluation import decoded_form
 
     share = options.share
@@ -78,28 +126,22 @@ def main(options):
         raise UserError(
             f"--samples={options.samples} would be equal texts; give --temperature above 0."
         )
-    if share and options.expert_slots:
-        raise UserError(
-            "--expert_slots is for models with experts, which --activation_sparsity is not for; "
-            "leave one out."
-        )
-    if options.form != AUTO and options.expert_slots:
-        raise UserError("--form does not go with --expert_slots; leave one out.")
-    rivals = {
-        "--expert_slots": options.expert_slots,
-        "--activation_sparsity": share,
-        f"--form={options.form}": options.form not in (AUTO, DENSE),
-    }
-    if options.mesh and (named := [flag for flag, given in rivals.items() if given]):
-        raise UserError(f"--mesh does not go with {', '.join(named)}; leave one out.")
+    _refuse_pairs(options)
+    if options.stage_at:
+        staged.serve(options, options.form, options.stage_at, options.layers_in_turn)
+        return
     prompts = generate.read_prompts(options.prompts) if options.prompts else []
     offloaded = None
+    if options.form != DENSE and not options.mesh and not options.expert_slots:
+        decoded_form.start_compiling()
     if options.expert_slots:
         model, offloaded = generate.offload_experts(options, options.expert_slots)
         writer = generate.Writer(model, offloaded)
+    elif options.stages:
+        writer = generate.Writer(*staged.over_processes(options, options.form, options.stages))
+    elif options.layers_in_turn:
+        writer = generate.Writer(*staged.layers_in_turn(options, options.form))
     else:
-        if options.form != DENSE and not options.mesh:
-            decoded_form.start_compiling()
         model = load_model.load(options, options.mesh)
         if share:
             model = generate.with_thresholds(model, share)

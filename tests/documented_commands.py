@@ -45,6 +45,7 @@ RUN = {
     "experiments.shape_search": E + "test_shape_search.py::test_candidates_are_trained",
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
+    "experiments.stage_bench": E + "test_benches.py::test_stage_bench",
     "experiments.structure_search": E + "test_structure_search.py::test_a_small_study_goes_on",
     "experiments.task_table": E + "test_task_table.py::test_models_of_a_run_in_one_table",
     "experiments.step_bench": E + "test_benches.py::test_step_bench",

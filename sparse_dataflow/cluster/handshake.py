@@ -274,8 +274,19 @@ def difference(
     return f"Process {other} has other settings than process 0: {shown}. All need the same."
 
 
-def join(address: tuple[str, int], mine: Mapping[str, object], timeout: float, token: str) -> Lines:
+def join(
+    address: tuple[str, int],
+    mine: Mapping[str, object],
+    timeout: float,
+    token: str,
+    role: str = "coordinator",
+    where: str = "parallel.coordinator is the host of process 0 and an open port there",
+) -> Lines:
     """Joins process 0 at an address, and waits until it has accepted all processes.
+
+    Args:
+      role: what process 0 is, for messages.
+      where: what gives its address, for messages.
 
     Raises:
       UserError: it is not reached in time, does not know the token, or refuses.
@@ -301,13 +312,12 @@ def join(address: tuple[str, int], mine: Mapping[str, object], timeout: float, t
     else:
         if reached:
             raise UserError(
-                f"The coordinator {name} did not accept this process within {timeout:g} seconds "
+                f"The {role} {name} did not accept this process within {timeout:g} seconds "
                 f"({reason}); all processes need the same SPARSE_DATAFLOW_TOKEN, or none, and "
-                "parallel.coordinator is an open port on the host of process 0."
+                f"{where}."
             )
         raise UserError(
-            f"The coordinator {name} was not reached within {timeout:g} seconds "
-            f"({reason}); parallel.coordinator is the host of process 0 and an open port there."
+            f"The {role} {name} was not reached within {timeout:g} seconds ({reason}); {where}."
         )
     try:
         refused = answer["refused"]
@@ -318,7 +328,7 @@ def join(address: tuple[str, int], mine: Mapping[str, object], timeout: float, t
                 raise ValueError("it sent something else")
             refused = final["refused"]
     except Exception as error:
-        raise UserError(f"The coordinator {name} ended before all processes had joined.") from error
+        raise UserError(f"The {role} {name} ended before all processes had joined.") from error
     if refused:
         raise UserError(refused)
     connection.set_timeout(None)

@@ -170,10 +170,7 @@ def meet(
       UserError: on every process that joined: a process is missing or differs, the coordinator
         cannot be reached, or an argument is illegal.
     """
-    host, _, port = address.rpartition(":")
-    legal_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536
-    if not (legal_port and lines.is_name(host)):
-        raise UserError(f"--set parallel.coordinator={address} is not an address; write host:port.")
+    host, port = _legal_address(address)
     if not 0 <= number < count:
         raise UserError(
             f"--set parallel.process={number} of --set parallel.processes={count}; legal: 0 to "
@@ -183,12 +180,12 @@ def meet(
     # differ from the list that it became there.
     mine = {"process": number, "processes": count, "facts": json.loads(json.dumps(dict(facts)))}
     if number:
-        where = (host.strip("[]"), int(port))
+        where = (host, port)
         return ProcessSet(number, {0: handshake.join(where, mine, timeout, token)})
     try:
         # The queue has room for all processes at once, and for connections of others: a full queue
         # lets a process wait for its next try.
-        listener = listen(host, int(port), count + 128)
+        listener = listen(host, port, count + 128)
     except OSError as error:
         raise UserError(
             f"Process 0 cannot listen at port {port} ({error.strerror}); name a free port "
@@ -198,11 +195,21 @@ def meet(
         interface = listener.getsockname()[0]
         interface = "" if interface in ("0.0.0.0", "::") else interface
         if not token:
-            _warn_of_open_port(host, int(port), interface)
+            warn_of_open_port(host, port, interface)
         return ProcessSet(0, handshake.accept_all(listener, mine, timeout, token), interface)
 
 
-def _warn_of_open_port(host: str, port: int, interface: str) -> None:
+def _legal_address(address):
+    try:
+        host, port = lines.host_and_port(address)
+    except ValueError:
+        port = 0
+    if not port:
+        raise UserError(f"--set parallel.coordinator={address} is not an address; write host:port.")
+    return host, port
+
+
+def warn_of_open_port(host: str, port: int, interface: str) -> None:
     """Says who can join a run without a token; raises UserError if that is the whole internet."""
     addresses = [interface] if interface else lines.addresses(host, port)
     reach = [lines.reach(address) for address in addresses]

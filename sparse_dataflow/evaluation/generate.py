@@ -9,13 +9,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.evaluation import kv_cache
-from sparse_dataflow.evaluation.offloaded_experts import OffloadedExperts
 from sparse_dataflow.evaluation.sampling import Sampler, Sampling
 from sparse_dataflow.evaluation.stopping import StreamDecoder
 from sparse_dataflow.evaluation.trained import Model
@@ -26,6 +26,23 @@ SMALLEST_BUCKET = 16
 
 SECONDS_UNSEEN = 0.05
 """Most seconds of tokens that one program writes, if a token takes less."""
+
+
+class Decoder(Protocol):
+    """What decodes with parts of a model's weights elsewhere, such as in host memory."""
+
+    def prefill(
+        self, tokens_BxT: np.ndarray, lengths_B: np.ndarray, *, cache_tokens: int
+    ) -> tuple[jax.Array, Sequence[kv_cache.LayerCache]]:
+        """See `kv_cache.prefill`."""
+
+    def decode_token(
+        self,
+        caches: Sequence[kv_cache.LayerCache],
+        tokens_B: np.ndarray,
+        positions_B: np.ndarray,
+    ) -> tuple[jax.Array, Sequence[kv_cache.LayerCache]]:
+        """See `kv_cache.decode_token`; rows with a full cache overwrite its end."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ def generate(
     stop: Sequence[str] | None = (),
     seed: int | Sequence[int] | None = 0,
     on_token: Callable[[int, str], None] | None = None,
-    weights: kv_cache.Weights | OffloadedExperts | None = None,
+    weights: kv_cache.Weights | Decoder | None = None,
 ) -> list[Continuation]:
     """Continues all prompts in one batch.
 
@@ -75,8 +92,8 @@ def generate(
         With a seed for each prompt, a text does not depend on the other prompts of the batch.
       on_token: callback (prompt index, text) with newly generated text. Text is withheld until its
         characters are complete and it cannot become a stop string.
-      weights: the model's parameters from `kv_cache.prepare`, or with experts in host memory; None
-        prepares them in each call.
+      weights: the model's parameters from `kv_cache.prepare`, or what decodes with parts of them
+        elsewhere; None prepares them in each call.
 
     Raises:
       UserError: a prompt fills the model's context, or another value is not legal.
@@ -137,7 +154,7 @@ def _prompt_tokens(tokenizer, prompt):
 
 def generate_tokens(
     config: ModelConfig,
-    weights: kv_cache.Weights | OffloadedExperts,
+    weights: kv_cache.Weights | Decoder,
     prompts: Sequence[Sequence[int]],
     count: int,
     context: int,
@@ -147,7 +164,7 @@ def generate_tokens(
     """Yields the next token of each prompt, step by step.
 
     Args:
-      weights: weights from `kv_cache.prepare`, or with experts in host memory.
+      weights: weights from `kv_cache.prepare`, or what decodes with parts of them elsewhere.
       prompts: token ids, at least one per prompt.
       count: maximum number of steps.
       context: context length in tokens, including the prompt.
@@ -167,12 +184,13 @@ def generate_tokens(
         return
     sampling = sampling or Sampling()
     lengths = [len(prompt) for prompt in prompts]
-    if isinstance(weights, OffloadedExperts):
-        # No rows of padding, which would fetch experts of their own.
-        rows, prefill = len(prompts), weights.prefill
-    else:
+    prefill: Callable[..., Any]
+    if isinstance(weights, kv_cache.Weights):
         rows = bucket(len(prompts), smallest=1)
         prefill = functools.partial(kv_cache.program(kv_cache.prefill, config), config, weights)
+    else:
+        # No rows of padding, which would fetch experts of their own.
+        rows, prefill = len(prompts), weights.prefill
     # Buckets: prompts of any length compile few programs.
     width = min(bucket(max(lengths)), context)
     cache_tokens = min(bucket(max(lengths) + count), context)
@@ -201,16 +219,10 @@ def _following(config, weights, caches, tokens, positions, sampler, count):
     text still streams.
     """
     decode_tokens, most = kv_cache.program(kv_cache.decode_tokens, config), kv_cache.most_tokens()
-    last = caches[0].keys.shape[2] - 1
     step, at_once = 0, 1
     while step < count - 1:
         start = time.perf_counter()
-        if isinstance(weights, OffloadedExperts):
-            # Rows that are complete go on at the last place of their cache, which nobody reads.
-            at = np.minimum(positions + step, last)
-            logits, caches = weights.decode_token(caches, tokens, at)
-            written = np.asarray(sampler(logits, np.int32(step + 1)))[None]
-        else:
+        if isinstance(weights, kv_cache.Weights):
             written, caches = decode_tokens(
                 config,
                 weights,
@@ -223,6 +235,9 @@ def _following(config, weights, caches, tokens, positions, sampler, count):
                 most=most,
             )
             written = np.asarray(written)[:at_once]
+        else:
+            logits, caches = weights.decode_token(caches, tokens, positions + np.int32(step))
+            written = np.asarray(sampler(logits, np.int32(step + 1)))[None]
         # Half, so that twice as many tokens still take no longer than SECONDS_UNSEEN.
         faster = time.perf_counter() - start < SECONDS_UNSEEN / 2
         yield from written

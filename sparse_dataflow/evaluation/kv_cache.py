@@ -8,6 +8,8 @@ slicing a stacked array would copy all weights at every token.
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -64,12 +66,18 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def prepare(config: ModelConfig, params: dict, form: str = decoded_form.AUTO) -> Weights:
+def prepare(
+    config: ModelConfig,
+    params: dict,
+    form: str = decoded_form.AUTO,
+    chosen: range | None = None,
+) -> Weights:
     """Casts the weights layer by layer to the compute dtype; routers stay float32.
 
     Args:
       params: parameters with their layouts; see `gpt`.
       form: of weights, see `decoded_form`.
+      chosen: the layers to prepare, which the result has alone; None is all.
 
     Raises:
       UserError: the named form is not possible.
@@ -78,15 +86,18 @@ def prepare(config: ModelConfig, params: dict, form: str = decoded_form.AUTO) ->
     dtype = jnp.dtype(config.compute_dtype)
     cast = functools.partial(jax.tree.map, lambda leaf: jnp.asarray(leaf, dtype))
     layers: list[dict] = []
+    numbers = itertools.count()
     for stacked in split_groups(stacks.with_groups(params["blocks"])):
         arrays, layouts = stacks.split_layouts(stacked)
-        for i in range(len(jax.tree.leaves(arrays)[0])):
+        for i, number in zip(range(len(jax.tree.leaves(arrays)[0])), numbers):
+            if chosen is not None and number not in chosen:
+                continue
             layer = _layer(config, arrays, i)
             if layouts:
                 layer_layout = functools.partial(_layout, config, i)
                 layer = merged(layer, stacks.map_placed_layouts(layer_layout, layouts))
             weights = layer_weights(config, layer)
-            layers.append(decoded_form.layer_in_form(config, weights, form, len(layers)))
+            layers.append(decoded_form.layer_in_form(config, weights, form, number))
     ends = cast(params["embed"]), cast(params["head"])
     embed, head = decoded_form.ends_in_form(config, *ends, form)
     return Weights(embed, tuple(layers), head)
@@ -160,15 +171,40 @@ def prefill(
     Returns:
       (float32 [B, vocab] logits of the next tokens, caches, which begin with the prompt vectors).
     """
-    caches: list[LayerCache] = []
-    tokens_BxT = with_prompt(config, Batch(tokens_BxT)).tokens
+    x_BxTxD, lengths_B, cache_tokens = embedded_prompts(
+        config, weights.embed, tokens_BxT, lengths_B, cache_tokens
+    )
+    x_BxTxD, caches = read_prompts(config, weights.layers, x_BxTxD, cache_tokens)
+    return last_logits(config, weights._replace(layers=()), x_BxTxD, lengths_B), caches
+
+
+def embedded_prompts(
+    config: ModelConfig, embed: dict, tokens_BxT: jax.Array, lengths_B: jax.Array, cache_tokens: int
+) -> tuple[jax.Array, jax.Array, int]:
+    """Returns the embeddings [B, T, D] of prompts, and `prefill`'s lengths, all with the prompt
+    vectors of the model in front."""
     front = config.prompt_vectors
-    lengths_B, cache_tokens = lengths_B + front, cache_tokens + front
-    x_BxTxD = _embed(config, weights.embed, tokens_BxT)
-    for run, layer in zip(_layers(config, _read_prompt, cache_tokens), weights.layers):
+    x_BxTxD = _embed(config, embed, with_prompt(config, Batch(tokens_BxT)).tokens)
+    return x_BxTxD, lengths_B + front, cache_tokens + front
+
+
+def read_prompts(
+    config: ModelConfig,
+    layers: Iterable[dict],
+    x_BxTxD: jax.Array,
+    cache_tokens: int,
+    first: int = 0,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Returns the outputs [B, T, D] of consecutive layers for prompts, and a cache of each.
+
+    Args:
+      layers: of `Weights.layers`, from the layer `first` on.
+    """
+    caches: list[LayerCache] = []
+    for run, layer in zip(_layers(config, _read_prompt, cache_tokens)[first:], layers):
         x_BxTxD, cache = run(layer, x_BxTxD)
         caches.append(cache)
-    return last_logits(config, weights._replace(layers=()), x_BxTxD, lengths_B), tuple(caches)
+    return x_BxTxD, tuple(caches)
 
 
 @functools.cache
@@ -237,23 +273,40 @@ def decode_text(
       (float32 [B, T, vocab] logits of the tokens after each, updated caches).
     """
     positions_B = positions_B + config.prompt_vectors
-    x_BxTxD, positions_BxT = _embed_at(config, weights.embed, tokens_BxT, positions_B)
-    x_BxTxD, caches = _append(config, weights, caches, x_BxTxD, positions_BxT, has_room)
+    x_BxTxD, positions_BxT = embedded_at(config, weights.embed, tokens_BxT, positions_B)
+    x_BxTxD, caches = append_texts(config, weights.layers, caches, x_BxTxD, positions_BxT, has_room)
     return _logits(config, weights._replace(layers=()), x_BxTxD), caches
 
 
-def _append(config, weights, caches, x_BxTxD, positions_BxT, has_room):
-    """Returns the outputs of all layers for new tokens, and the caches."""
+def append_texts(
+    config: ModelConfig,
+    layers: Iterable[dict],
+    caches: Iterable[LayerCache],
+    x_BxTxD: jax.Array,
+    positions_BxT: jax.Array,
+    has_room: bool,
+    first: int = 0,
+) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    """Returns the outputs [B, T, D] of consecutive layers for new tokens, and the updated caches.
+
+    Args:
+      layers: of `Weights.layers`, from the layer `first` on.
+      caches: of these layers, which are donated.
+      positions_BxT: int32, the position of each token.
+      has_room: see `decode_text`.
+    """
     new_caches: list[LayerCache] = []
     programs = _layers(config, _append_text, has_room, donate_argnums=1)
-    for run, layer, cache in zip(programs, weights.layers, caches):
+    for run, layer, cache in zip(programs[first:], layers, caches):
         x_BxTxD, cache = run(layer, cache, x_BxTxD, positions_BxT)
         new_caches.append(cache)
     return x_BxTxD, tuple(new_caches)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _embed_at(config, embed, tokens_BxT, positions_B):
+def embedded_at(
+    config: ModelConfig, embed: dict, tokens_BxT: jax.Array, positions_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the embeddings of tokens, and the position of each, int32 [B, T]."""
     positions_BxT = positions_B[:, None] + jnp.arange(tokens_BxT.shape[1])
     return gpt.embed(config, embed, tokens_BxT, Batch(positions=positions_BxT)), positions_BxT
@@ -271,7 +324,7 @@ def _embed_token(config, embed, tokens_B, positions_B, i, last):
     Rows that ended go on until all do.  At the end of their cache they overwrite its last place,
     which nobody reads.
     """
-    return _embed_at(config, embed, tokens_B[:, None], jnp.minimum(positions_B + i, last))
+    return embedded_at(config, embed, tokens_B[:, None], jnp.minimum(positions_B + i, last))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -334,7 +387,8 @@ def decode_tokens(
 
     def append(tokens_B, caches, i, step):
         x_Bx1xD, positions_Bx1 = _embed_token(config, weights.embed, tokens_B, positions_B, i, last)
-        x_Bx1xD, caches = _append(config, weights, caches, x_Bx1xD, positions_Bx1, True)
+        layers = weights.layers
+        x_Bx1xD, caches = append_texts(config, layers, caches, x_Bx1xD, positions_Bx1, True)
         return _next_tokens(config, ends, x_Bx1xD, sampler, step), caches
 
     def append_and_write(i, carry):

@@ -175,6 +175,8 @@ class OffloadedExperts:
     ) -> tuple[jax.Array, Sequence[LayerCache]]:
         """See `kv_cache.decode_token`; donates the caches."""
         self._traffic = self.writing
+        # Rows that are complete go on at the last place of their cache, which nobody reads.
+        positions_B = np.minimum(positions_B, caches[0].keys.shape[2] - 1)
         lengths_B = np.ones_like(positions_B)
         return self._whole_step(tokens_B[:, None], positions_B, lengths_B, caches, 0)
 

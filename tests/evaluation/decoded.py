@@ -37,6 +37,8 @@ CONFIGS = {
         rotary_high=32.0,
         rotary_base=100.0,
     ),
+    "side": dataclasses.replace(SPARSE, side_width=4),
+    "prompt vectors": dataclasses.replace(DENSE, positions="rotary", prompt_vectors=3),
     "rotary": dataclasses.replace(SPARSE, positions="rotary", norm="rmsnorm"),
 }
 

@@ -23,6 +23,7 @@ from sparse_dataflow.core.model.partition import merged
 from sparse_dataflow.core.model.projection import arrays
 from sparse_dataflow.core.model.stacks import weights_of
 from sparse_dataflow.core.ops import dispatch
+from sparse_dataflow.core.weights.weight import Linear
 from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.planner.decoding import decoding_bytes
 from sparse_dataflow.runs.variants import variant
@@ -143,10 +144,10 @@ def test_decoding_bytes_are_those_of_the_weights_and_caches(monkeypatch, config,
     monkeypatch.setattr(decoded_form, "_refusal", lambda: "there is no kernel")
     config = dataclasses.replace(config, compute_dtype=dtype)
     weights = kv_cache.random_weights(config, seed=0)
-    # The cost model neglects positions, norms and gates.
+    # The cost model neglects positions, norms, gates and side networks.
     leaves = [weights.embed["tokens"]]
     for layer in weights.layers:
-        linears = (linear for name, linear in layer.items() if "norm" not in name)
+        linears = (linear for linear in layer.values() if isinstance(linear, Linear))
         leaves += [a for each in linears for name, a in arrays(each).items() if name != "gate"]
     read = sum(leaf.nbytes for leaf in leaves)
     assert decoding_bytes(config, batch=1, cached=0) == read

@@ -272,6 +272,19 @@ def test_scoring_bench(job, tmp_path):
     assert rows["dense", 0]["tokens"] < rows["dense", 1]["tokens"]
 
 
+@pytest.mark.slow
+def test_stage_bench(job, undisturbed, tmp_path):
+    folder = tmp_path / "kept"
+    flags = (f"--run={undisturbed}", "--rounds=1", "--tokens=4", f"--keep={folder}")
+    result = kept(job.run(*flags, experiment="stage_bench"), folder)
+    assert [row["place"] for row in result["rows"]] == [
+        "one device",
+        "layers in turn",
+        "2 processes",
+    ]
+    assert all(row["same_text"] and row["tokens_per_second"] > 0 for row in result["rows"])
+
+
 @pytest.mark.parametrize("setting", ["parallel.executor=relay", "training.steps=3"])
 def test_a_setting_that_no_benchmark_reads_is_refused(refused, setting):
     path, _, _ = setting.partition("=")
