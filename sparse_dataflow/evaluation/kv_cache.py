@@ -19,6 +19,7 @@ import numpy as np
 from sparse_dataflow.core.batch import Batch
 from sparse_dataflow.core.config.layer_groups import layer_groups, layer_model, split_groups
 from sparse_dataflow.core.config.model import ModelConfig
+from sparse_dataflow.core.layouts.attention_blocks import attention_layout, slot_contents
 from sparse_dataflow.core.layouts.layout import BlockLayout
 from sparse_dataflow.core.model import gpt, stacks
 from sparse_dataflow.core.model.adapters import with_prompt
@@ -52,18 +53,30 @@ class Weights(NamedTuple):
     head: dict
 
 
-class LayerCache(NamedTuple):
-    """Keys and values [batch, kv heads, cache tokens, head width] of one layer.
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("keys", "values"), meta_fields=("most",)
+)
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """Keys and values [batch, kv heads, places, head width] of one layer.
 
-    They have the compute dtype.  Positional rotations are already applied to the keys.  With a
-    sliding window or blocks the cache still has all tokens, and decoding masks the others.
-    Attention
-    reads caches of this order in place; with tokens before heads, XLA transposes the complete cache
-    at every token.
+    They have the compute dtype.  Positional rotations are already applied to the keys.  A cache has
+    all tokens, with a sliding window too; with `config.attention_blocks` it has those that later
+    ones can read, if they are fewer.  Attention reads caches of this order in place; with tokens
+    before heads, XLA transposes the complete cache at every token.
+
+    Attributes:
+      most: tokens that a row may have where the cache has places for fewer; else 0.
     """
 
     keys: jax.Array
     values: jax.Array
+    most: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a row may have."""
+        return self.most or self.keys.shape[2]
 
 
 def prepare(
@@ -174,7 +187,7 @@ def prefill(
     x_BxTxD, lengths_B, cache_tokens = embedded_prompts(
         config, weights.embed, tokens_BxT, lengths_B, cache_tokens
     )
-    x_BxTxD, caches = read_prompts(config, weights.layers, x_BxTxD, cache_tokens)
+    x_BxTxD, caches = read_prompts(config, weights.layers, x_BxTxD, lengths_B, cache_tokens)
     return last_logits(config, weights._replace(layers=()), x_BxTxD, lengths_B), caches
 
 
@@ -192,6 +205,7 @@ def read_prompts(
     config: ModelConfig,
     layers: Iterable[dict],
     x_BxTxD: jax.Array,
+    lengths_B: jax.Array,
     cache_tokens: int,
     first: int = 0,
 ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
@@ -202,7 +216,7 @@ def read_prompts(
     """
     caches: list[LayerCache] = []
     for run, layer in zip(_layers(config, _read_prompt, cache_tokens)[first:], layers):
-        x_BxTxD, cache = run(layer, x_BxTxD)
+        x_BxTxD, cache = run(layer, x_BxTxD, lengths_B)
         caches.append(cache)
     return x_BxTxD, tuple(caches)
 
@@ -221,22 +235,51 @@ def _layers(config, function, argument, **jit):
 _embed = jax.jit(gpt.embed, static_argnums=0)
 
 
-def _read_prompt(config, cache_tokens, layer, x_BxTxD):
+def _read_prompt(config, cache_tokens, layer, x_BxTxD, lengths_B):
     """Returns the outputs of a layer and its cache."""
     caches: list[LayerCache] = []
-    attend = functools.partial(prompt_attention, caches, cache_tokens)
+    attend = functools.partial(prompt_attention, caches, cache_tokens, lengths_B)
     x_BxTxD, _ = gpt.block(config, layer, x_BxTxD, attend=attend)
     return x_BxTxD, caches[0]
 
 
 def prompt_attention(
-    caches: list[LayerCache], cache_tokens: int, q, k, v, window, cap=0.0, blocks=None
+    caches: list[LayerCache],
+    cache_tokens: int,
+    lengths_B: jax.Array,
+    q,
+    k,
+    v,
+    window,
+    cap=0.0,
+    blocks=None,
 ) -> jax.Array:
     """Attention of complete prompts, as `gpt.Block` calls it; appends the layer's cache."""
     # [B, kv heads, cache tokens, K]; the places behind the prompt are free.
     room = [(0, 0), (0, 0), (0, cache_tokens - k.shape[1]), (0, 0)]
-    caches.append(LayerCache(*(jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))))
+    keys, values = (jnp.pad(a.swapaxes(1, 2), room) for a in (k, v))
+    cache = LayerCache(keys, values)
+    caches.append(_with_readable(cache, blocks, lengths_B) if blocks is not None else cache)
     return self_attention(q, k, v, window=window, cap=cap, blocks=blocks)
+
+
+def _with_readable(cache, blocks, lengths_B):
+    """Returns a cache of the blocks that a row can read from its last token on."""
+    layout = attention_layout(blocks, cache.tokens)
+    if layout is None or slot_contents(layout).shape[1] * layout.block >= cache.tokens:
+        return cache
+    contents = jnp.asarray(slot_contents(layout))
+    chosen = jnp.maximum(contents[(lengths_B - 1) // layout.block], 0)
+
+    def in_slots(array):
+        # Each row takes the blocks of its slots; what is in an empty one is masked.
+        rest = -cache.tokens % layout.block
+        array = jnp.pad(array, [(0, 0), (0, 0), (0, rest), (0, 0)])
+        array = array.reshape(*array.shape[:2], -1, layout.block, array.shape[-1])
+        array = jnp.take_along_axis(array, chosen[:, None, :, None, None], axis=2)
+        return array.reshape(*array.shape[:2], -1, array.shape[-1])
+
+    return LayerCache(in_slots(cache.keys), in_slots(cache.values), cache.tokens)
 
 
 def decode_token(
@@ -380,8 +423,7 @@ def decode_tokens(
     Returns:
       (int32 [most, B], whose first `count` rows are the new tokens; updated caches).
     """
-    # Caches are [B, kv heads, cache tokens, K].
-    last = np.int32(caches[0].keys.shape[2] - 1)
+    last = np.int32(caches[0].tokens - 1)
     # Programs of the embedding and the head do not take the layers as arguments.
     ends, positions_B = weights._replace(layers=()), positions_B + config.prompt_vectors
 
@@ -417,9 +459,11 @@ def append_to_cache(
     blocks=None,
 ) -> jax.Array:
     """Attention of new tokens of each row, as `gpt.Block` calls it; appends the updated cache."""
-    operands = q, k, v, *cache, positions_BxT
-    y, *updated = cached_attention(*operands, window, cap, has_room, blocks=blocks)
-    caches.append(LayerCache(*updated))
+    operands = q, k, v, cache.keys, cache.values, positions_BxT
+    y, keys, values = cached_attention(
+        *operands, window, cap, has_room, blocks=blocks, tokens=cache.tokens
+    )
+    caches.append(LayerCache(keys, values, cache.most))
     return y
 
 

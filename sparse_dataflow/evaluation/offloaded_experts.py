@@ -176,7 +176,7 @@ class OffloadedExperts:
         """See `kv_cache.decode_token`; donates the caches."""
         self._traffic = self.writing
         # Rows that are complete go on at the last place of their cache, which nobody reads.
-        positions_B = np.minimum(positions_B, caches[0].keys.shape[2] - 1)
+        positions_B = np.minimum(positions_B, caches[0].tokens - 1)
         lengths_B = np.ones_like(positions_B)
         return self._whole_step(tokens_B[:, None], positions_B, lengths_B, caches, 0)
 
@@ -206,6 +206,7 @@ class OffloadedExperts:
                 x_BxTxD,
                 cache,
                 positions_B,
+                lengths_B,
                 cache_tokens=cache_tokens,
             )
             new_caches.append(cache)
@@ -346,7 +347,9 @@ def _embed(config, embed, first_weights, tokens_BxT, positions_B):
 @functools.partial(
     jax.jit, static_argnames=("config", "cache_tokens"), donate_argnames=("x_BxTxD", "cache")
 )
-def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, *, cache_tokens):
+def _attention(
+    config, weights, following_weights, x_BxTxD, cache, positions_B, lengths_B, *, cache_tokens
+):
     """Applies a block up to its experts.
 
     Returns:
@@ -356,7 +359,7 @@ def _attention(config, weights, following_weights, x_BxTxD, cache, positions_B, 
     caches: list[LayerCache] = []
     if cache is None:
         positions_BxT = None
-        attend = functools.partial(kv_cache.prompt_attention, caches, cache_tokens)
+        attend = functools.partial(kv_cache.prompt_attention, caches, cache_tokens, lengths_B)
     else:
         positions_BxT = positions_B[:, None]
         attend = functools.partial(kv_cache.append_to_cache, caches, cache, positions_BxT, True)

@@ -2,8 +2,8 @@
 
 The process of a stage listens, and whoever writes texts connects: both prove that they know
 SPARSE_DATAFLOW_TOKEN and name the model (`cluster.handshake`).  Then each message is an object with
-arrays (`cluster.lines`): {"first", "count"} names the layers, {"cache_tokens"} and x begins texts,
-{} with x and positions appends a token.  The answer is {} with the outputs.
+arrays (`cluster.lines`): {"first", "count"} names the layers, {"cache_tokens"} with x and lengths
+begins texts, {} with x and positions appends a token.  The answer is {} with the outputs.
 """
 
 import dataclasses
@@ -71,9 +71,11 @@ class RemoteStage:
         self._connection: lines.Lines | None = None
         self.revive()
 
-    def read_prompts(self, x_BxTxD: jax.Array, cache_tokens: int) -> jax.Array:
+    def read_prompts(
+        self, x_BxTxD: jax.Array, lengths_B: jax.Array, cache_tokens: int
+    ) -> jax.Array:
         """See `Stage`."""
-        return self._ask({"cache_tokens": cache_tokens}, x_BxTxD)
+        return self._ask({"cache_tokens": cache_tokens}, x_BxTxD, lengths_B)
 
     def append(self, x_Bx1xD: jax.Array, positions_Bx1: jax.Array) -> jax.Array:
         """See `Stage`."""
@@ -184,8 +186,8 @@ def _answer(connection, config, stage_of):
             elif stage is None:
                 raise ValueError("the writer named no layers")
             elif "cache_tokens" in message:
-                [x_BxTxD] = map(jnp.asarray, arrays)
-                outputs = [stage.read_prompts(x_BxTxD, message["cache_tokens"])]
+                x_BxTxD, lengths_B = map(jnp.asarray, arrays)
+                outputs = [stage.read_prompts(x_BxTxD, lengths_B, message["cache_tokens"])]
             else:
                 x_Bx1xD, positions_Bx1 = map(jnp.asarray, arrays)
                 outputs = [stage.append(x_Bx1xD, positions_Bx1)]

@@ -24,7 +24,9 @@ class StageLost(Exception):
 class Stage(Protocol):
     """Consecutive layers with their caches, which a new prompt begins again."""
 
-    def read_prompts(self, x_BxTxD: jax.Array, cache_tokens: int) -> jax.Array:
+    def read_prompts(
+        self, x_BxTxD: jax.Array, lengths_B: jax.Array, cache_tokens: int
+    ) -> jax.Array:
         """Returns the outputs [B, T, D] of the layers; see `kv_cache.read_prompts`."""
 
     def append(self, x_Bx1xD: jax.Array, positions_Bx1: jax.Array) -> jax.Array:
@@ -41,11 +43,13 @@ class Layers:
         self._config, self._layers, self._first = config, layers, first
         self._caches: tuple[LayerCache, ...] = ()
 
-    def read_prompts(self, x_BxTxD: jax.Array, cache_tokens: int) -> jax.Array:
+    def read_prompts(
+        self, x_BxTxD: jax.Array, lengths_B: jax.Array, cache_tokens: int
+    ) -> jax.Array:
         """See `Stage`."""
         self._caches = ()  # Frees them first.
         x_BxTxD, self._caches = kv_cache.read_prompts(
-            self._config, self._layers, x_BxTxD, cache_tokens, self._first
+            self._config, self._layers, x_BxTxD, lengths_B, cache_tokens, self._first
         )
         return x_BxTxD
 
@@ -69,13 +73,15 @@ class LayersInTurn:
         self._device = jax.local_devices()[0]
         self._caches: list[LayerCache] = []
 
-    def read_prompts(self, x_BxTxD: jax.Array, cache_tokens: int) -> jax.Array:
+    def read_prompts(
+        self, x_BxTxD: jax.Array, lengths_B: jax.Array, cache_tokens: int
+    ) -> jax.Array:
         """See `Stage`."""
         self._caches = []
 
         def read(number, layer, x_BxTxD):
             x_BxTxD, caches = kv_cache.read_prompts(
-                self._config, layer, x_BxTxD, cache_tokens, number
+                self._config, layer, x_BxTxD, lengths_B, cache_tokens, number
             )
             self._caches += caches
             return x_BxTxD
@@ -172,7 +178,7 @@ class Staged:
             self._config, self._ends.embed, tokens_BxT, lengths_B, self._texts_BxT.shape[1]
         )
         for stage in self._stages:
-            x_BxTxD = stage.read_prompts(x_BxTxD, cache_tokens)
+            x_BxTxD = stage.read_prompts(x_BxTxD, lengths_B, cache_tokens)
         return kv_cache.last_logits(self._config, self._ends, x_BxTxD, lengths_B)
 
     def _read_again(self, error, lengths_B):

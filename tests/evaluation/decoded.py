@@ -21,6 +21,9 @@ CONFIGS = {
     "blocks": dataclasses.replace(
         DENSE, positions="rotary", attention_blocks="window:1,global:1,random:1,block:2"
     ),
+    "near blocks": dataclasses.replace(
+        DENSE, positions="rotary", attention_blocks="window:2,global:1,block:2"
+    ),
     "qwen3": dataclasses.replace(DENSE, **FAMILIES["qwen3"], num_kv_heads=1, window=1),
     "gemma2": dataclasses.replace(DENSE, **small_models.GEMMA2).with_linears(
         LinearSpec("block_sparse", "monarch", density=0.5, block=8)

@@ -32,8 +32,8 @@ ROWS, WIDTH, CACHE = 3, 8, 16
 
 
 MOST_DIFFERENT = (
-    "dense", "by depth", "llama", "blocks", "qwen3", "gemma2", "gemma3", "pythia", "smollm3",
-    "yarn",
+    "dense", "by depth", "llama", "blocks", "near blocks", "qwen3", "gemma2", "gemma3", "pythia",
+    "smollm3", "yarn",
 )  # fmt: skip
 """Configs that have between them what a cache depends on: heads, windows, rotations, layouts."""
 
@@ -93,6 +93,16 @@ def test_caches_with_room_are_written_as_others(rows, new, at):
     plain, with_room = (decode(*arguments, has_room) for has_room in (False, True))
     for right, array in zip(*map(jax.tree.leaves, (plain, with_room)), strict=True):
         np.testing.assert_allclose(array, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_has_the_blocks_that_later_tokens_can_read():
+    config = CONFIGS["near blocks"]
+    weights = kv_cache.prepare(config, merged(*random_model(config)))
+    prompts, lengths = np.full((2, 4), 3, np.int32), np.array([4, 1], np.int32)
+    _, caches = kv_cache.prefill(config, weights, prompts, lengths, cache_tokens=CACHE)
+    # A global block, the last and the one before, of 2 tokens each.
+    assert {cache.keys.shape[2] for cache in caches} == {6}
+    assert {cache.tokens for cache in caches} == {CACHE}
 
 
 def test_logits_depend_on_the_position():

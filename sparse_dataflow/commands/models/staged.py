@@ -38,10 +38,10 @@ def _prepared(model: Model, form: str, layers: range) -> kv_cache.Weights:
 
 def _stage_maker(model: Model, form: str, in_turn: bool) -> Callable[[range], Stage]:
     def stage_of(layers):
-        held = _prepared(model, form, layers).layers
+        weights = _prepared(model, form, layers).layers
         if in_turn:
-            return LayersInTurn(model.model, held, layers.start)
-        return Layers(model.model, jax.device_put(held, jax.local_devices()[0]), layers.start)
+            return LayersInTurn(model.model, weights, layers.start)
+        return Layers(model.model, jax.device_put(weights, jax.local_devices()[0]), layers.start)
 
     return stage_of
 

@@ -103,6 +103,33 @@ def _checked_mask(layout, count):
     return mask
 
 
+@functools.lru_cache(64)
+def slot_contents(layout: BlockLayout) -> np.ndarray:
+    """Returns which block of keys each slot of a cache has while each block of queries is written.
+
+    A block stays from its own queries to the last that read it; then the next one takes its slot.
+
+    Args:
+      layout: as of `attention_layout`.
+
+    Returns:
+      int32 [blocks of queries, slots]; -1 where a slot has none.
+    """
+    last = [int(np.flatnonzero(layout.mask[block])[-1]) for block in range(layout.in_blocks)]
+    slots: list[int] = []
+    rows = []
+    for query in range(layout.in_blocks):
+        slots = [block if block >= 0 and last[block] >= query else -1 for block in slots]
+        if -1 not in slots:
+            slots.append(-1)
+        slots[slots.index(-1)] = query
+        rows.append(list(slots))
+    contents = np.full((len(rows), len(slots)), -1, np.int32)
+    for row, blocks in zip(contents, rows):
+        row[: len(blocks)] = blocks
+    return contents
+
+
 def visible_pairs(blocks: AttentionBlocks, tokens: int) -> float:
     """Returns how many pairs of a query and a key the layout has; of a query's own block, half."""
     layout = attention_layout(blocks, tokens)

@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from sparse_dataflow.core.config.attention_rules import RULE_NAMES, AttentionBlocks, parse
 from sparse_dataflow.core.config.model import ModelConfig
 from sparse_dataflow.core.layouts import attention_blocks
-from sparse_dataflow.core.layouts.attention_blocks import attention_layout, visible_pairs
+from sparse_dataflow.core.layouts.attention_blocks import (
+    attention_layout,
+    slot_contents,
+    visible_pairs,
+)
 from sparse_dataflow.files.errors import UserError
 
 RULES = st.lists(
@@ -43,6 +47,22 @@ def test_a_query_reads_its_own_block_the_parts_and_no_later_block(blocks, tokens
 def test_the_beginning_of_a_text_has_the_beginning_of_its_layout(blocks, tokens, more):
     short, long = mask_of(blocks, tokens), mask_of(blocks, tokens + more)
     assert np.array_equal(short, long[: len(short), : len(short)])
+
+
+@given(BLOCKS, st.integers(1, 60))
+def test_a_cache_holds_what_later_queries_read_and_no_more_slots_than_that(blocks, tokens):
+    layout = attention_layout(blocks, tokens)
+    if layout is None:
+        return
+    contents, most = slot_contents(layout), 0
+    for query, row in enumerate(contents):
+        later = layout.mask[: query + 1, query:].any(1)
+        most = max(most, later.sum())
+        assert set(row[row >= 0]) == set(np.flatnonzero(later))
+        # A block keeps its slot.
+        stays = (row >= 0) & (row < query)
+        assert (row == contents[query - 1])[stays].all()
+    assert contents.shape == (layout.in_blocks, most)
 
 
 @given(BLOCKS, st.integers(1, 60))

@@ -40,6 +40,7 @@ def cached_attention(
     has_room: bool = False,
     implementation: str | None = None,
     blocks: "AttentionBlocks | BlockLayout | None" = None,
+    tokens: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes keys and values of new tokens to a cache, and computes their attention to it.
 
@@ -51,6 +52,8 @@ def cached_attention(
       has_room: whether all tokens have a place: fewer kernels.
       implementation: one of IMPLEMENTATIONS, or None to choose by platform.
       blocks: see `attention_op.self_attention`.
+      tokens: most of a row; 0 is S.  With more, the cache has the places of `slot_contents` alone,
+        and T is 1.
 
     Returns:
       ([B, T, H, K] in q's dtype, the new keys, the new values); the softmax runs in float32.
@@ -63,6 +66,6 @@ def cached_attention(
     if blocks is not None:
         from sparse_dataflow.core.layouts.attention_blocks import attention_layout
 
-        layout = attention_layout(blocks, keys_BxNxSxK.shape[2])
+        layout = attention_layout(blocks, tokens or keys_BxNxSxK.shape[2])
     limits = window, cap, has_room, layout
     return OP.module(implementation, *operands, *limits).run_cached_attention(*operands, *limits)
