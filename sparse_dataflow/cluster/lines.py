@@ -154,6 +154,12 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), backlog=backlog)
 
 
+def interface(listener: socket.socket) -> str:
+    """Returns the address that a socket listens at; empty for every interface."""
+    address = listener.getsockname()[0]
+    return "" if address in ("0.0.0.0", "::") else address
+
+
 def is_name(host: str) -> bool:
     """Returns whether a text can be the name or address of a host, which need not exist.
 

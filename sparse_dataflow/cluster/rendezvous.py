@@ -192,8 +192,7 @@ def meet(
             "with parallel.coordinator."
         ) from error
     with listener:
-        interface = listener.getsockname()[0]
-        interface = "" if interface in ("0.0.0.0", "::") else interface
+        interface = lines.interface(listener)
         if not token:
             warn_of_open_port(host, port, interface)
         return ProcessSet(0, handshake.accept_all(listener, mine, timeout, token), interface)

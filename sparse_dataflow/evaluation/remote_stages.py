@@ -88,7 +88,7 @@ class RemoteStage:
         if self._restart is not None:
             self._address = self._restart()
         self._connection = handshake.join(
-            parsed(self._address),
+            lines.host_and_port(self._address),
             {"process": 1, "processes": 2, "facts": self._facts},
             self._seconds,
             self._token,
@@ -118,12 +118,12 @@ class RemoteStage:
         return jnp.asarray(answers[0]) if answers else None
 
 
-def parsed(address: str) -> tuple[str, int]:
-    """Returns (host, port) of "host:port"; raises UserError where it is none."""
+def refuse_no_address(address: str, flag: str, legal: str = "") -> None:
+    """Raises UserError where an address of a flag is not host:port; `legal`: what else is."""
     try:
-        return lines.host_and_port(address)
+        lines.host_and_port(address)
     except ValueError:
-        raise UserError(f"{address[:80]!r} is no address of a stage; write host:port.") from None
+        raise UserError(f"{flag[:80]} has {address[:80]!r}; legal: {legal}host:port.") from None
 
 
 def serve(
@@ -144,13 +144,13 @@ def serve(
     Raises:
       UserError: the process cannot listen there, or anybody could join.
     """
-    host, port = parsed(address)
+    host, port = lines.host_and_port(address)
     try:
         listener = lines.listen(host, port, 16)
     except OSError as error:
         raise UserError(f"{address} cannot be listened at: {error.strerror}.") from None
     with listener:
-        interface, bound = listener.getsockname()[:2]
+        interface, bound = lines.interface(listener), listener.getsockname()[1]
         if not token:
             rendezvous.warn_of_open_port(host, bound, interface)
         say_result(f"{LISTENING}{host}:{bound}")

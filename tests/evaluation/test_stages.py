@@ -146,8 +146,14 @@ def test_another_process_serves_one_writer_after_another_and_refuses_other_model
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:x", "host:99999", ":80"])
 def test_what_is_no_address_is_refused(address):
-    with pytest.raises(UserError, match="write host:port"):
-        remote_stages.parsed(address)
+    with pytest.raises(UserError, match="legal: host:port"):
+        remote_stages.refuse_no_address(address, "--stage_at=")
+
+
+def test_a_stage_at_a_public_address_needs_a_secret():
+    model = model_of("dense")
+    with pytest.raises(UserError, match="set SPARSE_DATAFLOW_TOKEN"):
+        remote_stages.serve("8.8.8.8:0", {}, model.model, lambda chosen: None, "")
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def over_processes(
     local = int(stages) if stages.isdecimal() else 0
     addresses = [ON_THIS_MACHINE] * local or [part.strip() for part in stages.split(",")]
     for address in addresses:
-        remote_stages.parsed(address)
+        remote_stages.refuse_no_address(address, f"--stages={stages}", "a number above 0, or ")
     model = _on_host(options)
     if not 0 < len(addresses) <= model.model.num_layers:
         raise UserError(
@@ -116,6 +116,7 @@ def serve(options: load_model.ModelOptions, form: str, address: str, in_turn: bo
     Raises:
       UserError: see `load_model.load` and `remote_stages.serve`.
     """
+    remote_stages.refuse_no_address(address, f"--stage_at={address}")
     model = _on_host(options)
     facts = remote_stages.facts_of(model)
     stage_of = _stage_maker(model, form, in_turn)
