@@ -11,10 +11,10 @@ import numpy as np
 Array = jax.Array | np.ndarray
 """An array on devices or on the host."""
 
-_ROWS = ("tokens", "targets", "token_weights", "documents", "real", "teacher_hidden")
+_ROWS = ("tokens", "targets", "token_weights", "documents", "real", "teacher_hidden", "features")
 """Fields of which each row has its own."""
 
-_NOT_OF_BLOCKS = ("tokens", "targets", "token_weights", "teacher_hidden", "teacher")
+_NOT_OF_BLOCKS = ("tokens", "targets", "token_weights", "teacher_hidden", "teacher", "features")
 """Fields that embedding or head alone read."""
 
 
@@ -37,6 +37,8 @@ class Batch:
       routed: float32 [], tokens of the whole batch that have experts; None without experts.
       teacher_hidden: [B, T, D of the teacher], its last hidden states; None without a teacher.
       teacher: (its output layer [V, D], float32 [] weight of its loss); see `TeacherOutput`.
+      features: inputs of the layers of a frozen model; see `training.features`.  None to compute
+        them.
     """
 
     tokens: Any = None
@@ -48,6 +50,7 @@ class Batch:
     routed: Any = None
     teacher_hidden: jax.Array | None = None
     teacher: tuple[jax.Array, jax.Array] | None = None
+    features: Array | None = None
 
     @classmethod
     def from_windows(cls, windows: Array, token_weights: Array | None = None) -> "Batch":

@@ -85,6 +85,11 @@ class Derived:
     facts: JsonObject
 
 
+def place(store: Path, name: str, origin: object, suffix: str = "") -> Path:
+    """Returns the path of a derived file; arguments as in `derive`."""
+    return store / f"{name}-{key(origin)[:32]}{suffix}"
+
+
 Make = Callable[[Path], JsonObject | None]
 """Writes a file or folder at a path; returns JSON-able facts of it."""
 
@@ -111,7 +116,7 @@ def derive(
     Raises:
       OSError: it cannot be written.
     """
-    path = store / f"{name}-{key(origin)[:32]}{suffix}"
+    path = place(store, name, origin, suffix)
     if (facts := read(path, origin)) is not None:
         return Derived(path, facts)
     with lock() if lock else contextlib.nullcontext():
@@ -139,7 +144,7 @@ def value(
 
     Where it cannot be kept, as on a full disk, this is logged and the value is returned.
     """
-    path = store / f"{name}-{key(origin)[:32]}"
+    path = place(store, name, origin)
     if (stored := read(path, origin)) is not None:
         return stored
     facts = compute()

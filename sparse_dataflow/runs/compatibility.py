@@ -289,6 +289,12 @@ SETTINGS = (
         f"{LEGAL} no, yes",
     ),
     Conflict(SOME_LOSS, (MASKED,), "which hides tokens of all text", f"{LEGAL} all"),
+    Conflict(
+        _other("training.stored_features", _one_of("no"), "int8", training__side_width=8, **DIR),
+        (MASKED,),
+        "which hides other tokens in each epoch",
+        f"{LEGAL} no",
+    ),
     Conflict(ANY_VECTORS, (MASKED,), "which reads rows from both ends", f"{LEGAL} 0"),
     Conflict(ANY_TEACHER, (MASKED,), "which predicts no next token", f"{LEGAL} none"),
     Conflict(ANY_NEW_TOKENS, (MASKED,), "whose mask token would get another id", f"{LEGAL} 0"),

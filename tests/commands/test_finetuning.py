@@ -202,9 +202,55 @@ def test_a_run_of_a_side_network_saves_resumes_generates_and_is_refused_elsewher
     assert not (place / "none").exists()
 
 
+def test_stored_features_serve_later_epochs_seeds_and_runs(place):
+    """38 rows in batches of 4: 12 steps read them all, some twice."""
+    changes = {"training__stored_features": "int8", "training__steps": 12, **SIDE}
+    first = sd.train(config_of(place, "featured", **changes))
+    rows = sorted((place / "cache" / "features").glob("*.npy"))
+    assert len(rows) == 38
+    times = [path.stat().st_mtime_ns for path in rows]
+    again = sd.train(config_of(place, "featured_again", training__seed=1, **changes))
+    assert times == [path.stat().st_mtime_ns for path in rows] and first.finished
+    resumed = place / "featured_resumed"
+    shutil.copytree(again.folder, resumed)
+    shutil.rmtree(checkpoint(resumed, 12))
+    assert sd.train(request.Request(resume=str(resumed)).config(sparse=False), resume=True).finished
+    expected = sd.logits(sd.load(again.folder), IDS)
+    assert np.array_equal(sd.logits(sd.load(resumed), IDS), expected)
+    plain = sd.train(
+        config_of(place, "unfeatured", **changes | {"training__stored_features": "no"})
+    )
+    losses = [
+        [row["loss"] for row in read_metrics(r.folder / "dense" / "metrics.jsonl")
+         if row["kind"] == "train"]
+        for r in (first, plain)
+    ]  # fmt: skip
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (
+            {
+                "training__stored_features": "int8",
+                "training__side_width": 0,
+                "training__adapter_rank": 2,
+            },
+            "side network reads; legal without .*: no",
+        ),
+        (
+            {"training__stored_features": "int8", "parallel__executor": "relay"},
+            "the relay on 1 .*stored_features=int8, which are .*legal: one device",
+        ),
+        (
+            {
+                "training__stored_features": "int8",
+                "training__objective": "masked",
+                "data__loss": "all",
+            },
+            "which hides other tokens in each epoch; legal with it: no",
+        ),
         ({"run__init_from": ""}, "training.side_width adapts given weights; legal with run.init_f"),
         ({"evolution__method": "set"}, "set with training.side_width, which freezes .*: static"),
         ({"training__adapter_rank": 2}, "adapter_rank=2 is trained by; legal with it: 0"),

@@ -16,7 +16,7 @@ from sparse_dataflow.core import collectives
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.training.phases import Variant, refuse_unfit
 from sparse_dataflow.core.training.programs import Compiled, TrainingData, compile_programs
-from sparse_dataflow.data import held_out
+from sparse_dataflow.data import cache, held_out
 from sparse_dataflow.evaluation.run_files import RunRecord, new_id
 from sparse_dataflow.files import console
 from sparse_dataflow.pruning.changes import change_of
@@ -51,6 +51,8 @@ def build(run: Resolved, start: Start) -> Built:
     if config.training.teacher:
         teacher = distillation.teacher_of(config, run.tokenizer, record, folder)
         data = dataclasses.replace(data, teacher=teacher)
+    if config.training.stored_features != "no":
+        data = dataclasses.replace(data, features=cache.FOLDER / "features")
     if config.training.steps:
         _refuse_unfit_steps(run.models)
     if not record:

@@ -29,6 +29,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 DECAYED = ("matrices", "projections", "all")
 CAUSAL, MASKED = "causal", "masked"
 OBJECTIVES = (CAUSAL, MASKED)
+FEATURE_DTYPES = ("no", "int8", "bfloat16")
 
 MOST_NARROW_B2 = 0.96
 """Largest b2 with moments in bfloat16: see `TrainingConfig.b1`."""
@@ -73,6 +74,7 @@ class TrainingConfig(Readable):
       objective: "masked" is BERT's (arXiv 1810.04805, section 3.1); see `data.masking`.
       adapter_rank: adapters are explained in `model.adapters`, also for prompt_vectors.
       side_width: side networks are explained in `model.side`.
+      stored_features: explained in `training.features`.
       teacher: the loss is (1 - teacher_weight) times that of the next tokens, plus teacher_weight
         times KL(teacher || model) of their distributions (arXiv 1503.02531, at temperature 1).
       teacher_first: knowledge inheritance from a smaller teacher (CPM-2, arXiv 2106.10715).
@@ -204,6 +206,12 @@ class TrainingConfig(Readable):
         "without gradients through them; 0 is none.",
         legal=between(0, MOST_SIZE),
     )
+    stored_features: str = setting(
+        "no",
+        "Dtype in which the cache stores what a side network reads of the frozen layers, for later "
+        "epochs and runs; no computes it in each step.",
+        choices=FEATURE_DTYPES,
+    )
     frozen_dtype: str = setting(
         "compute",
         "Dtype of the dense projections under adapters or a side network: compute is "
@@ -266,6 +274,11 @@ class TrainingConfig(Readable):
             raise UserError(
                 f"training.side_width={self.side_width} lets no gradient through the layers, which "
                 f"training.{inner}={getattr(self, inner)} is trained by; legal with it: 0."
+            )
+        if self.stored_features != FEATURE_DTYPES[0] and not self.side_width:
+            raise UserError(
+                f"training.stored_features={self.stored_features} are those that a side network "
+                f"reads; legal without training.side_width: {FEATURE_DTYPES[0]}."
             )
         if self.micro_batches and self.batch % self.micro_batches:
             divisors = [n for n in range(1, min(self.batch, 10**6) + 1) if self.batch % n == 0]

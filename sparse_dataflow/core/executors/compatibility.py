@@ -174,7 +174,26 @@ EXCHANGED_TOKENS = Option(
     {"parallel.experts": "exchange", "parallel.mesh": "fsdp:2", **EXPERTS.example},
 )
 
+SEVERAL_DEVICES = Option(
+    "`parallel.mesh` of several devices, or the relay",
+    lambda run: run.executor is not None and run.executor.parallelisms and run.executor.describe(),
+    {"parallel.mesh": "data:2"},
+)
+FEATURES = Option(
+    "`training.stored_features`",
+    lambda run: (
+        (dtype := run.training.stored_features) != "no" and f"training.stored_features={dtype}"
+    ),
+    {"training.stored_features": "int8", "training.side_width": 8, **WEIGHTS},
+)
+
 TABLE = (
+    Conflict(
+        SEVERAL_DEVICES,
+        (FEATURES,),
+        "which are of whole rows on one device",
+        "legal: one device, or training.stored_features=no",
+    ),
     Conflict(
         EXPERTS,
         (FEATURE,),

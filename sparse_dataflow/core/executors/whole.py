@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,6 +25,7 @@ from sparse_dataflow.core.ops import dispatch, platforms
 from sparse_dataflow.core.ops.attention.attention_op import self_attention
 from sparse_dataflow.core.ops.attention.dot_product import document_numbers
 from sparse_dataflow.core.step_metrics import Metrics
+from sparse_dataflow.core.weights.kind import SIDE
 
 if TYPE_CHECKING:
     from sparse_dataflow.core.executors.context import Context
@@ -435,8 +437,37 @@ def _residual(config, embed, weights, batch, rank):
     with jax.named_scope("embed"):
         x, table = gpt.embed_and_table(config, embed, batch.tokens, batch, rank.shard)
     with jax.named_scope("blocks"):
+        if batch.features is not None:
+            return _replayed(config, weights, batch.features, rank), table, {}
         x, metrics = apply_blocks(config, weights, x, rank, batch)
     return x, table, metrics
+
+
+def _replayed(config, weights, features, rank):
+    """Returns the residual stream of a side network that reads stored features."""
+    from sparse_dataflow.core.model import side
+
+    # [B, T, L + 1, D] -> the input of each layer, and that of the head.
+    *inputs, x = jnp.moveaxis(side.unpacked(features, jnp.dtype(config.compute_dtype)), 2, 0)
+    state = jnp.zeros_like(x[..., : config.side_width])
+    arrays = [each for group in split_groups(weights["blocks"]) for each in _unstack(group[SIDE])]
+    for layer_input, layer in zip(inputs, arrays, strict=True):
+        section = rank.section({"blocks": layer}, "blocks")
+        state = side.state_after(section, layer_input, state, rank.shard)
+    return jnp.concatenate([x, state], axis=-1)
+
+
+def layer_inputs(config: ModelConfig, weights: dict, batch: Batch) -> list[jax.Array]:
+    """Returns the residual stream [B, T, D] before each layer and after the last one."""
+    batch = local_batch(config, batch)
+    inputs = [gpt.embed(config, weights["embed"], batch.tokens, batch)]
+    layers = itertools.chain.from_iterable(
+        map(_unstack, split_groups(stacks.with_groups(weights["blocks"])))
+    )
+    for number, layer in enumerate(layers):
+        model = layer_model(config, number)
+        inputs.append(gpt.block(model, layer, inputs[-1], batch.for_blocks())[0])
+    return inputs
 
 
 def routed_tokens(

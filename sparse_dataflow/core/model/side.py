@@ -70,6 +70,26 @@ def head_input(config: ModelConfig, params: dict, x: jax.Array, shard: Shard) ->
     return x + _product(_normed(state), params["up"])
 
 
+def packed(x: jax.Array, dtype: str) -> jax.Array:
+    """Returns float [..., D] in the stored form of a dtype: int8 [..., D + 4], whose last 4 bytes
+    are the float32 scale of the numbers, or uint16 [..., D], the bits of bfloat16."""
+    if dtype == "bfloat16":
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scale = jnp.where(largest > 0, largest / 127, 1)
+    numbers = jnp.round(wide / scale).astype(jnp.int8)
+    return jnp.concatenate([numbers, lax.bitcast_convert_type(scale, jnp.int8)[..., 0, :]], axis=-1)
+
+
+def unpacked(features: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the floats of `packed`."""
+    if features.dtype == jnp.uint16:
+        return lax.bitcast_convert_type(features, jnp.bfloat16).astype(dtype)
+    scale = lax.bitcast_convert_type(features[..., -4:], jnp.float32)
+    return (features[..., :-4] * scale[..., None]).astype(dtype)
+
+
 def _product(x, weights):
     return x @ weights.astype(x.dtype)
 

@@ -6,6 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -129,6 +130,7 @@ class TrainingData:
       mixture: held-out windows of each corpus of a mixture, of which the fields above have the
         first; () for one corpus.
       teacher: the model that trainings with `training.teacher` distill; None for none.
+      features: folder of the stored features of trainings that have them.
     """
 
     train: TrainBatches
@@ -139,9 +141,10 @@ class TrainingData:
     tokenizer_hash: str
     mixture: tuple[HeldOut, ...] = ()
     teacher: Teacher | None = None
+    features: Path | None = None
 
 
-def _unchanged(batch: Batch, teacher_share: float) -> Batch:
+def _unchanged(batch: Batch, teacher_share: float, rest: object) -> Batch:
     return batch
 
 
@@ -166,7 +169,8 @@ class Compiled:
         executor that stores states itself, else None.
       timeline: () -> spans of the last step; none if the executor records none.
       close: () -> None; releases what `start_state` holds, for another run of this process.
-      teach: (batch, `TrainingConfig.teacher_share`) -> batch with what a teacher says of it.
+      teach: (batch, `TrainingConfig.teacher_share`, the rest) -> batch with what a teacher says of
+        it, or with stored features.
     """
 
     train_step: Callable
@@ -178,7 +182,7 @@ class Compiled:
     start_state: Callable | None = None
     timeline: Callable = lambda: ()
     close: Callable = lambda: None
-    teach: Callable[[Batch, float], Batch] = _unchanged
+    teach: Callable[[Batch, float, Any], Batch] = _unchanged
 
     def rest(self, state: TrainState) -> Any:
         """Returns what is not trained, as the programs take it."""
@@ -242,14 +246,22 @@ def _compile(phase, training, data, executor):
     start = time.perf_counter()
     model = phase.model
     batch = executor.put(data.train.example, data.train.batch_size)
-    teach: Callable[[Batch, float], Batch] = _unchanged
+    teach: Callable[[Batch, float, Any], Batch] = _unchanged
+    example = batch
     if training.teacher:
         if data.teacher is None:
             raise UserError(
                 f"training.teacher={training.teacher}: only the main job reads a teacher; leave it "
                 "out."
             )
-        teach = data.teacher.program(model, executor, batch, training)
+        learn = data.teacher.program(model, executor, batch, training)
+        example, teach = learn(batch, 1.0), lambda batch, share, rest: learn(batch, share)
+    if training.stored_features != "no":
+        from sparse_dataflow.core.training.features import StoredFeatures
+
+        features = StoredFeatures(model, training.stored_features, data.features)
+        add = features.program()
+        example, teach = features.example(batch), lambda batch, share, rest: add(batch, rest)
     if isinstance(executor, MultiProgramExecutor):
         programs = executor.programs(model, training, data, phase.runtime_layouts)
         programs["place_layouts"] = _with_newest(programs["place_layouts"])
@@ -264,7 +276,7 @@ def _compile(phase, training, data, executor):
     train_step = jitted_train_step(model, training, executor, shapes)
     eval_step = jax.jit(make_eval_step(model, executor), out_shardings=replicated)
     held_out = executor.put(data.validation[0], data.validation.batch_size)
-    arguments = _step_arguments(teach(batch, 1.0), 0.0, no_loss_limit(training))
+    arguments = _step_arguments(example, 0.0, no_loss_limit(training))
     return Compiled(
         # What is not trained is an argument of its own: the state is donated, and masks and layouts
         # are used again.
@@ -356,7 +368,7 @@ def run_step(
       teacher_share: see `TrainingConfig`.
     """
     rest = programs.rest(state)
-    arguments = _step_arguments(programs.teach(batch, teacher_share), learning_rate, limit)
+    arguments = _step_arguments(programs.teach(batch, teacher_share, rest), learning_rate, limit)
     after, report = programs.train_step(state._replace(rest=()), rest, *arguments)
     return after._replace(rest=state.rest), report
 

@@ -15,7 +15,7 @@ from sparse_dataflow.core.config.training import TrainingConfig
 from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.model import stacks
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.core.training import cost
+from sparse_dataflow.core.training import cost, features
 from sparse_dataflow.core.training.step import initial_state, make_train_step
 from sparse_dataflow.evaluation import decoded_form, kv_cache
 from sparse_dataflow.evaluation.generate import generate_tokens
@@ -163,3 +163,64 @@ def test_what_needs_a_gradient_through_the_layers_is_refused(changes, words):
 def test_experts_are_refused():
     with pytest.raises(UserError, match=r"side_width=8 with model.experts=4 .*: 0"):
         adapted_model.with_adapters(dataclasses.replace(DENSE, experts=4), 0, side_width=8)
+
+
+def stored(model, dtype, folder):
+    return features.StoredFeatures(model, dtype, folder)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("base", some(ALL_BASES, "sparse"))
+def test_a_step_on_stored_features_is_that_of_the_whole_model(tmp_path, dtype, base):
+    """To the rounding of the stored form; read again, they are the same bits."""
+    model, state = start(base)
+    state = moved(state)
+    add = stored(model, dtype, tmp_path).program()
+    batch = add(BATCH, state.rest)
+    again = stored(model, dtype, tmp_path).program()(BATCH, state.rest)
+    assert np.array_equal(batch.features, again.features)
+    assert len(list(tmp_path.glob("*.npy"))) == len(TOKENS)
+    shape = stored(model, dtype, tmp_path).example(BATCH).features
+    assert (shape.shape, shape.dtype) == (batch.features.shape, batch.features.dtype)
+    expected, gradients = whole.loss_and_gradients(model, state.params, state.rest, BATCH)
+    how = whole.Accumulation(2)
+    metrics, mine = whole.loss_and_gradients(model, state.params, state.rest, batch, how)
+    np.testing.assert_allclose(metrics["loss"].number(), expected["loss"].number(), rtol=2e-3)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05 * np.abs(b).max())
+
+
+def test_other_weights_tokens_dtypes_and_models_have_other_features(tmp_path):
+    model, state = start(DENSE)
+    add = stored(model, "int8", tmp_path).program()
+    first = add(BATCH, state.rest).features
+    count = lambda: len(list(tmp_path.glob("*.npy")))  # noqa: E731
+    assert count() == 4
+    norm = state.rest["head"]["norm"]
+    other = {**state.rest, "head": {"norm": {**norm, "scale": norm["scale"].at[0].add(1e-3)}}}
+    stored(model, "int8", tmp_path).program()(BATCH, other)
+    assert count() == 8
+    stored(model, "bfloat16", tmp_path).program()(BATCH, state.rest)
+    assert count() == 12
+    documents = dataclasses.replace(model, mask_documents=True)
+    stored(documents, "int8", tmp_path).program()(BATCH, state.rest)
+    assert count() == 16
+    # A batch of two known rows and two new ones stores two.
+    mixed = Batch.from_windows(np.concatenate([TOKENS[2:], TOKENS[:2] + 1 - TOKENS[:2] // 47]))
+    features_of_mixed = add(mixed, state.rest).features
+    assert count() == 18
+    assert np.array_equal(features_of_mixed[:2], first[2:])
+    # Another side network reads the same features.
+    wider, _ = dataclasses.replace(model, side_width=4), None
+    stored(wider, "int8", tmp_path).program()(BATCH, state.rest)
+    assert count() == 18
+
+
+def test_a_damaged_row_is_computed_again(tmp_path):
+    model, state = start(DENSE)
+    add = stored(model, "int8", tmp_path).program()
+    first = add(BATCH, state.rest).features
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(path.read_bytes()[:-1])
+    again = stored(model, "int8", tmp_path).program()(BATCH, state.rest).features
+    assert np.array_equal(first, again)
