@@ -43,6 +43,7 @@ RUN = {
     "experiments.scoring_bench": E + "test_benches.py::test_scoring_bench",
     "experiments.serving_cost": E + "test_serving_cost.py::test_a_small_study_goes_on",
     "experiments.shape_search": E + "test_shape_search.py::test_candidates_are_trained",
+    "experiments.side_memory": E + "test_side_memory.py::test_bytes_and_seconds",
     "experiments.sparse_quality": E + "test_sparse_quality.py::test_a_small_comparison",
     "experiments.sparse_scaling_law": E + "test_scaling_law_runs.py::test_a_small_grid",
     "experiments.stage_bench": E + "test_benches.py::test_stage_bench",
