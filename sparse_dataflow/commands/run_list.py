@@ -34,11 +34,21 @@ def newest(flag: str) -> str:
     """
     runs = runs_in(RUNS)
     if not runs:
+        begun = _without_a_checkpoint(RUNS)
+        words = f"none but {begun}, which has no checkpoint yet" if begun else "none"
         raise UserError(
             f"{flag} without a value takes the newest run of {Path(RUNS).absolute()}, which has "
-            f"none; write {flag}=FOLDER."
+            f"{words}; write {flag}=FOLDER."
         )
     return str(runs[-1])
+
+
+def _without_a_checkpoint(folder):
+    """Returns the name of a run that began, the newest one; "" if there is none."""
+    from sparse_dataflow.evaluation.run_files import CONFIG  # Imports jax.
+
+    begun = [path.parent for path in Path(folder).glob(f"*/{CONFIG}")]
+    return max(begun, key=lambda run: (run / CONFIG).stat().st_mtime).name if begun else ""
 
 
 def runs_in_words(folder: str | Path = "") -> str:

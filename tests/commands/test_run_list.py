@@ -49,6 +49,14 @@ def test_without_runs_the_flag_needs_a_value(tmp_path, monkeypatch):
         command_line.arguments(["x", "--resume"], ["resume"], None)
 
 
+def test_a_run_without_a_checkpoint_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "young").mkdir(parents=True)
+    (tmp_path / "runs" / "young" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="none but young, which has no checkpoint yet"):
+        run_list.newest("--run")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "evaluate", "watch"])
 def test_commands_list_the_runs(runs, command):
