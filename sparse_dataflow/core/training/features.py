@@ -24,7 +24,7 @@ from sparse_dataflow.core.executors import whole
 from sparse_dataflow.core.messages import say
 from sparse_dataflow.core.model import side
 from sparse_dataflow.core.model.stacks import weights_of
-from sparse_dataflow.files import console, derived
+from sparse_dataflow.files import console, derived, storage
 from sparse_dataflow.files.errors import first_line
 
 FORM = 1
@@ -112,7 +112,9 @@ class StoredFeatures:
 
     def _read(self, origin):
         path = derived.place(self.store, "row", origin, ".npy")
-        return None if derived.read(path, origin) is None else np.load(path)
+        if derived.read(path, origin) is None:
+            return None
+        return np.load(storage.regular(path), allow_pickle=False)
 
     def _write(self, origin, features):
         def make(path):

@@ -153,7 +153,7 @@ def test_stored_blocks_are_refused():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"training__adapter_rank": 0}, "under adapters; legal with training.adapter_rank"),
+        ({"training__adapter_rank": 0}, "stores frozen weights; legal with training.adapter_rank"),
         ({"training__frozen_dtype": "int4"}, "Legal: compute, int8"),
     ],
 )
